@@ -1,0 +1,249 @@
+"""How an adapter's batches run: sealing, bounded fan-out, verification, healing and leases around the author's hooks.
+
+Kept apart from the contract in `adapter.py`; nothing here is public.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import anyio
+
+from l2kit.errors import BackendError, CapacityError, CorruptObjectError, L2Error
+from l2kit.framing import LoadFrame, seal
+from l2kit.keys import ObjectKey
+from l2kit.memory import MemoryObj
+from l2kit.outcomes import (
+    DeleteOutcome,
+    DeleteStatus,
+    LoadOutcome,
+    LoadStatus,
+    LookupOutcome,
+    LookupStatus,
+    StoreOutcome,
+    StoreStatus,
+)
+from l2kit.serde import CodecSource
+from l2kit.task import L2Task, Outcome, TaskRunner
+
+if TYPE_CHECKING:
+    from l2kit.adapter import L2Adapter
+
+OutcomeT = TypeVar("OutcomeT", bound=Outcome)
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+#: Below this, hashing on the loop (about 30 µs) costs less than the way to a thread and back.
+_INLINE_CPU_BYTES: Final = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class Batches:
+    """The batches of one open adapter, their leases and counters. Loop-bound."""
+
+    def __init__(self, adapter: L2Adapter[Any], runner: TaskRunner, codec_source: CodecSource) -> None:
+        """Run ``adapter``'s hooks in the workers of ``runner``."""
+        self._adapter = adapter
+        self._runner = runner
+        self._codec_source = codec_source
+        self._tasks: set[L2Task[Any]] = set()
+        self.leases: Counter[ObjectKey] = Counter()
+        self.counters: Counter[str] = Counter()
+
+    def submit(
+        self,
+        count: int,
+        outcome_type: type[OutcomeT],
+        body: Callable[[L2Task[OutcomeT]], Awaitable[None]],
+        deadline: float | None,
+    ) -> L2Task[OutcomeT]:
+        """Start ``body`` over ``count`` keys; an empty batch has ended when this returns."""
+        task = L2Task(count, outcome_type)
+        if count == 0:
+            task.end()
+            return task
+        limit = anyio.current_time() + self._adapter.config.timeout_s if deadline is None else deadline
+        self._tasks.add(task)
+        task.on_ended(lambda: self._tasks.discard(task))
+        self._runner.start(lambda: task.run(lambda running: self._guard(running, body), limit))
+        return task
+
+    def end_all(self) -> None:
+        """End the tasks whose worker never got to run (the task group is gone)."""
+        for task in list(self._tasks):
+            task.end()
+
+    async def release_all(self) -> None:
+        """Give every lease back; a part of closing."""
+        held = list(self.leases.elements())
+        self.leases.clear()
+        if held:
+            await self._adapter.release_many(held)
+
+    async def store(self, task: L2Task[StoreOutcome], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
+        """Body of a store task."""
+        adapter = self._adapter
+        limit = adapter.capabilities.max_object_bytes
+        first: dict[ObjectKey, int] = {}
+        for index, key in enumerate(keys):
+            first.setdefault(key, index)
+        outcomes: dict[ObjectKey, StoreOutcome] = {}
+
+        async def store_one(index: int) -> None:
+            key, obj = keys[index], objects[index]
+            try:
+                frame = await self._cpu(
+                    obj.nbytes, lambda: seal(key, obj, adapter.codecs, adapter.capabilities.alignment)
+                )
+                size = sum(map(len, frame))
+                if limit is not None and size > limit:
+                    raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
+                status = await adapter.store_one(key, frame)
+                outcome = StoreOutcome(status, size if status is StoreStatus.STORED else 0)
+            except Exception as error:
+                outcome = StoreOutcome.failed(self._translate(error))
+            outcomes[key] = outcome
+            self.counters[f"store.{outcome.status}"] += 1
+            self.counters["stored_bytes"] += outcome.nbytes
+            task.complete(index, outcome)
+
+        await adapter.for_each(list(first.values()), store_one)
+        for index, key in enumerate(keys):
+            task.complete(index, outcomes[key])
+
+    async def lookup(self, task: L2Task[LookupOutcome], keys: Sequence[ObjectKey]) -> None:
+        """Body of a lookup task."""
+        distinct = list(dict.fromkeys(keys))
+        sizes = dict(zip(distinct, await self._adapter.acquire_many(distinct), strict=True))
+        seen: set[ObjectKey] = set()
+        for index, key in enumerate(keys):
+            size = sizes[key]
+            if size is None:
+                outcome = LookupOutcome(LookupStatus.MISS)
+            elif size < 0:
+                raise BackendError(f"{self._adapter.name}: lookup answered a size of {size} bytes")
+            else:
+                outcome = LookupOutcome(LookupStatus.HIT, size)
+                if key not in seen:  # a key given twice is locked once; its second unlock is a miss
+                    self.leases[key] += 1
+            seen.add(key)
+            self.counters[f"lookup.{outcome.status}"] += 1
+            task.complete(index, outcome)
+
+    async def load(self, task: L2Task[LoadOutcome], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
+        """Body of a load task."""
+
+        async def load_one(index: int) -> None:
+            try:
+                outcome = await self._load_one(keys[index], objects[index])
+            except Exception as error:
+                outcome = LoadOutcome.failed(self._translate(error))
+                if isinstance(error, CorruptObjectError):
+                    await self._heal(keys[index], error)
+            self.counters[f"load.{outcome.status}"] += 1
+            self.counters["loaded_bytes"] += outcome.nbytes
+            task.complete(index, outcome)
+
+        await self._adapter.for_each(range(len(keys)), load_one)
+
+    async def unlock(self, task: L2Task[DeleteOutcome], keys: Sequence[ObjectKey]) -> None:
+        """Body of an unlock task."""
+        held: list[ObjectKey] = []
+        found: list[bool] = []
+        for key in keys:
+            found.append(self.leases[key] > 0)
+            if found[-1]:
+                held.append(key)
+                self.leases[key] -= 1
+            if self.leases[key] == 0:
+                del self.leases[key]
+        if held:
+            await self._adapter.release_many(held)
+        for index, released in enumerate(found):
+            task.complete(index, DeleteOutcome(DeleteStatus.DELETED if released else DeleteStatus.MISS))
+
+    async def delete(self, task: L2Task[DeleteOutcome], keys: Sequence[ObjectKey]) -> None:
+        """Body of a delete task."""
+
+        async def delete_one(index: int) -> None:
+            try:
+                found = await self._adapter.delete_one(keys[index])
+                outcome = DeleteOutcome(DeleteStatus.DELETED if found else DeleteStatus.MISS)
+            except Exception as error:
+                outcome = DeleteOutcome.failed(self._translate(error))
+            self.counters[f"delete.{outcome.status}"] += 1
+            task.complete(index, outcome)
+
+        await self._adapter.for_each(range(len(keys)), delete_one)
+
+    async def _load_one(self, key: ObjectKey, target: MemoryObj) -> LoadOutcome:
+        adapter = self._adapter
+        frame = LoadFrame(key, target, adapter.codecs, adapter.capabilities.alignment)
+        stored_bytes = await adapter.load_one(key, frame.into)
+        if stored_bytes is None:
+            return LoadOutcome(LoadStatus.MISS)
+        size = stored_bytes
+        if not await self._cpu(target.nbytes, lambda: frame.finish(size)):
+            whole = memoryview(bytearray(size))
+            again = await adapter.load_one(key, [whole])
+            if again is None:
+                return LoadOutcome(LoadStatus.MISS)
+            await self._cpu(target.nbytes, lambda: frame.finish_whole(whole[:again], again, self._codec_source))
+        return LoadOutcome(LoadStatus.LOADED, frame.nbytes)
+
+    async def _heal(self, key: ObjectKey, error: CorruptObjectError) -> None:
+        """Delete a damaged object once, so that the next store replaces it and nobody tries it again."""
+        self.counters[f"corrupt.{error.reason}"] += 1
+        _log.warning("%s: object %s is damaged (%s): %s", self._adapter.name, key, error.reason, error)
+        if error.reason == "unsupported":  # others can read it
+            return
+        try:
+            await self._adapter.delete_one(key)
+        except Exception as failure:
+            _log.warning(
+                "%s: cannot delete the damaged object %s: %s", self._adapter.name, key, self._translate(failure)
+            )
+
+    async def _cpu(self, nbytes: int, function: Callable[[], ResultT]) -> ResultT:
+        if nbytes <= _INLINE_CPU_BYTES:
+            return function()
+        return await self._adapter.run_in_thread(function)
+
+    async def _guard(self, task: L2Task[OutcomeT], body: Callable[[L2Task[OutcomeT]], Awaitable[None]]) -> None:
+        """Let only errors of the tree out of a task; callers catch those, not groups of a hook's task group."""
+        try:
+            await body(task)
+        except Exception as error:
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            if isinstance(error, L2Error):
+                raise error from error.__cause__
+            raise self._translate(error) from error
+
+    def _translate(self, error: Exception) -> L2Error:
+        if isinstance(error, L2Error):
+            return error
+        translated = self._adapter.translate_error(error)
+        if type(translated) is BackendError and not isinstance(error, OSError):
+            _log.error("%s: unexpected error in the adapter", self._adapter.name, exc_info=error)
+        return translated
+
+
+async def for_each(items: Sequence[ItemT], work: Callable[[ItemT], Awaitable[None]], *, max_concurrency: int) -> None:
+    """Run ``work`` for each item in a few workers that pull from one iterator: no task per item."""
+    workers = min(max_concurrency, len(items))
+    iterator = iter(items)
+    if workers <= 1:
+        await _pull(iterator, work)
+        return
+    async with anyio.create_task_group() as group:
+        for _ in range(workers):
+            group.start_soon(_pull, iterator, work)
+
+
+async def _pull(iterator: Iterator[ItemT], work: Callable[[ItemT], Awaitable[None]]) -> None:
+    for item in iterator:
+        await work(item)

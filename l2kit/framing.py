@@ -1,0 +1,116 @@
+"""From a `MemoryObj` to the bytes that a backend stores, and back with every check: envelope and codec chain together.
+
+Pure and CPU-bound; the adapter base runs it off the event loop for large objects. For the empty chain the payload is
+the caller's own memory in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from l2kit import envelope
+from l2kit.envelope import Envelope
+from l2kit.errors import CapacityError, CorruptObjectError
+from l2kit.keys import ObjectKey
+from l2kit.memory import MemoryObj
+from l2kit.serde import CodecChain, CodecSource
+
+#: A stored object larger than twice its decoded size plus this is hostile: no codec expands like that.
+_EXPANSION_SLACK_BYTES = 1 << 20
+
+
+def seal(key: ObjectKey, obj: MemoryObj, chain: CodecChain, alignment: int) -> list[memoryview]:
+    """Return what to store for ``obj``: the head, then the payload (the caller's own memory when ``chain`` is raw)."""
+    payload = chain.encode(obj.segments, key, obj.layout)
+    head = envelope.seal(key, obj.layout, payload, metadata=chain.metadata, alignment=alignment)
+    return [memoryview(head), *payload]
+
+
+class LoadFrame:
+    """The read side of one object: buffers for the backend to fill, then verification and decoding.
+
+    The buffers assume that the object was stored with the tier's own chain. If its envelope says otherwise (mixed
+    history), :meth:`finish` answers False, and the object is read again as a whole for :meth:`finish_whole`.
+    """
+
+    def __init__(self, key: ObjectKey, target: MemoryObj, chain: CodecChain, alignment: int) -> None:
+        """``target`` receives the decoded object; for a raw ``chain`` the backend fills it in place."""
+        self._key = key
+        self._target = target
+        self._chain = chain
+        offset = envelope.payload_offset(len(chain.metadata), alignment)
+        self._head = memoryview(bytearray(offset))
+        self._payload = (
+            list(target.segments) if chain.is_raw else [memoryview(bytearray(chain.estimate(target.layout)))]
+        )
+        self.nbytes = 0
+
+    @property
+    def into(self) -> list[memoryview]:
+        """Writable buffers for the stored bytes, in order."""
+        return [self._head, *self._payload]
+
+    def finish(self, stored_bytes: int) -> bool:
+        """Verify and decode after the backend filled :attr:`into` from an object of ``stored_bytes``.
+
+        Returns:
+            True when the target holds the object (:attr:`nbytes` says how long it is); False when the object was stored
+            with another chain or alignment and must be read as a whole.
+
+        Raises:
+            CorruptObjectError: the bytes are not this object.
+            CapacityError: the target is too small for it.
+        """
+        header = self._parse(self._head, stored_bytes)
+        metadata = self._head[envelope.HEADER_BYTES : envelope.HEADER_BYTES + len(self._chain.metadata)]
+        if header.payload_offset != len(self._head) or header.chain_id != envelope.chain_id(self._chain.metadata):
+            if stored_bytes > 2 * header.layout.nbytes + _EXPANSION_SLACK_BYTES:
+                raise CorruptObjectError("length", f"{stored_bytes} bytes are stored for {header.layout.nbytes}")
+            return False
+        payload = _first(self._payload, header.stored_length)
+        envelope.verify(header, self._key, metadata, payload, stored_bytes)
+        if not self._chain.is_raw:
+            self._decode(self._chain, payload[0] if payload else memoryview(b""), header)
+        elif header.stored_length != header.layout.nbytes:
+            raise CorruptObjectError("length", "an uncoded payload differs in length from its object")
+        self.nbytes = header.layout.nbytes
+        return True
+
+    def finish_whole(self, stored: memoryview, stored_bytes: int, source: CodecSource) -> None:
+        """Verify and decode from the whole stored object, following the chain in its envelope.
+
+        Raises:
+            CorruptObjectError: the bytes are not this object, or its chain cannot be decoded here.
+            CapacityError: the target is too small for it.
+        """
+        header = self._parse(stored, stored_bytes)
+        metadata = stored[envelope.HEADER_BYTES : envelope.HEADER_BYTES + header.metadata_length]
+        payload = stored[header.payload_offset :]
+        envelope.verify(header, self._key, metadata, [payload], stored_bytes)
+        self._decode(CodecChain.from_metadata(bytes(metadata), source), payload, header)
+        self.nbytes = header.layout.nbytes
+
+    def _parse(self, head: memoryview, stored_bytes: int) -> Envelope:
+        header = envelope.parse(head[:stored_bytes])
+        if header.key_digest != self._key.digest:
+            raise CorruptObjectError("key", "the stored object belongs to another key")
+        wanted = self._target.layout
+        if wanted != header.layout and wanted.kind != "raw":
+            raise CorruptObjectError("layout", f"{header.layout} is stored, {wanted} was asked for")
+        if wanted.nbytes < header.layout.nbytes:
+            raise CapacityError(f"the destination holds {wanted.nbytes} bytes, the object has {header.layout.nbytes}")
+        return header
+
+    def _decode(self, chain: CodecChain, payload: memoryview, header: Envelope) -> None:
+        chain.decode(payload, _first(self._target.segments, header.layout.nbytes), self._key, header.layout)
+
+
+def _first(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first ``nbytes`` of a scatter/gather list; less when it is shorter."""
+    kept: list[memoryview] = []
+    for segment in segments:
+        if nbytes <= 0:
+            break
+        kept.append(segment[:nbytes])
+        nbytes -= len(segment)
+    return kept

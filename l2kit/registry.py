@@ -1,0 +1,195 @@
+"""From a name to an adapter, codec or policy: the entry points of installed distributions.
+
+Groups: ``l2kit.adapters`` (name = URL scheme, ``+`` written as ``_``), ``l2kit.codecs`` (name = codec id) and
+``l2kit.policies``. Installed metadata is scanned once, at first use, never at import. There are five ways to fail and
+each has its own error: nobody claims the name, its import fails, two claim it, the contract is broken, an option is
+bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+import msgspec
+
+from l2kit.adapter import API_VERSION, Capabilities, L2Adapter
+from l2kit.config import AdapterConfig, ParsedURL, build, parse_url
+from l2kit.errors import (
+    AdapterConflictError,
+    AdapterContractError,
+    AdapterImportError,
+    AdapterNotFoundError,
+    ConfigError,
+    L2Error,
+    nearest,
+)
+from l2kit.serde import Codec, CodecChain
+
+ADAPTERS: Final = "l2kit.adapters"
+CODECS: Final = "l2kit.codecs"
+POLICIES: Final = "l2kit.policies"
+GROUPS: Final = (ADAPTERS, CODECS, POLICIES)
+
+#: Which of our extras brings a name, for the message when it is not installed.
+_EXTRAS: Final = {
+    "file": "posix",
+    "redis": "redis",
+    "rediss": "redis",
+    "valkey": "redis",
+    "redis_unix": "redis",
+}
+
+
+class PluginInfo(msgspec.Struct, frozen=True):
+    """One entry point as ``l2kit plugins`` shows it; ``error`` says why it cannot be used."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+    api_version: str | None = None
+    capabilities: Capabilities | None = None
+    error: str | None = None
+
+
+def entry_name(scheme: str) -> str:
+    """The entry-point name of a URL scheme; entry points cannot hold a ``+``."""
+    return scheme.replace("+", "_")
+
+
+class Registry:
+    """Looks names up among entry points. `default_registry` is the one over what is installed."""
+
+    def __init__(self, points: Mapping[str, list[EntryPoint]]) -> None:
+        """``points`` maps each group to its entry points."""
+        self._points: Final = points
+
+    def load(self, group: str, name: str) -> Any:
+        """Import what the one distribution that claims ``name`` registered.
+
+        Raises:
+            AdapterNotFoundError: nobody claims it.
+            AdapterConflictError: two distributions claim it.
+            AdapterImportError: its import fails; the cause is chained.
+        """
+        kind = group.removeprefix("l2kit.")
+        claims = [point for point in self._points.get(group, []) if point.name == name]
+        if not claims:
+            known = {point.name for point in self._points.get(group, [])}
+            hint = f"; pip install 'l2kit[{_EXTRAS[name]}]' brings it" if name in _EXTRAS else nearest(name, known)
+            raise AdapterNotFoundError(f"{kind}: no installed distribution offers {name!r}{hint}")
+        if len(claims) > 1:
+            who = " and ".join(sorted(_origin(point) for point in claims))
+            raise AdapterConflictError(f"{kind}: {name!r} is claimed by {who}; uninstall one of them")
+        try:
+            return claims[0].load()
+        except Exception as error:
+            raise AdapterImportError(
+                f"{kind}: {name!r} of {_origin(claims[0])} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+    def adapter_class(self, scheme: str) -> type[L2Adapter[Any]]:
+        """The adapter class for a URL scheme, with its contract checked.
+
+        Raises:
+            AdapterContractError: it is no complete `L2Adapter`, or is built for another API version.
+        """
+        loaded = self.load(ADAPTERS, entry_name(scheme))
+        check_adapter_class(loaded, f"adapters: {scheme!r}")
+        return loaded  # type: ignore[no-any-return]  # checked just above
+
+    def codec(self, codec_id: str, params: Mapping[str, Any]) -> Codec:
+        """Make a codec from its id and parameters.
+
+        Raises:
+            AdapterContractError: what is registered is no `Codec`.
+            ConfigError: it takes no such parameters.
+        """
+        loaded = self.load(CODECS, codec_id)
+        if not (isinstance(loaded, type) and issubclass(loaded, Codec) and loaded.codec_id == codec_id):
+            raise AdapterContractError(f"codecs: {codec_id!r} must be a subclass of l2kit.Codec with that codec_id")
+        try:
+            return loaded(**params)
+        except TypeError as error:
+            raise ConfigError(f"codecs: {codec_id!r}: {error}") from error
+
+    def codec_chain(self, names: tuple[str, ...]) -> CodecChain:
+        """The chain of a tier's ``codecs`` option."""
+        return CodecChain([self.codec(name, {}) for name in names])
+
+    def adapter(self, url: str | Mapping[str, Any], *, name: str | None = None, **options: Any) -> L2Adapter[Any]:
+        """Make an adapter, not yet entered and without any I/O.
+
+        Args:
+            url: ``SCHEME://…``, or a mapping with ``url``, optionally ``name``, and options.
+            name: what to call the tier; by default the scheme.
+            options: win over those in ``url``.
+
+        Raises:
+            ConfigError: a bad URL or option, and the errors of :meth:`adapter_class`.
+        """
+        if isinstance(url, Mapping):
+            merged = {**url, **options}
+            address, name = merged.pop("url", None), merged.pop("name", name)
+            if not isinstance(address, str):
+                raise ConfigError("url: a tier needs an option 'url', for example 'file:///var/cache/l2kit'")
+            url, options = address, merged
+        parsed: ParsedURL = parse_url(url)
+        adapter_class = self.adapter_class(parsed.scheme)
+        config_type: type[AdapterConfig] = adapter_class.config_type
+        raw = {**adapter_class.options_from_url(parsed), **options}
+        config = build(config_type, raw, where=name or parsed.scheme)
+        chain = self.codec_chain(config.codecs)
+        return adapter_class(config, name=name or parsed.scheme, codecs=chain, codec_source=self)
+
+    def plugins(self) -> list[PluginInfo]:
+        """Everything installed, loadable or not, by group and name."""
+        return [self._describe(group, point) for group in GROUPS for point in sorted(self._points.get(group, []))]
+
+    def _describe(self, group: str, point: EntryPoint) -> PluginInfo:
+        info = PluginInfo(
+            group, point.name, point.dist.name if point.dist else "?", point.dist.version if point.dist else "?"
+        )
+        try:
+            loaded = self.load(group, point.name)
+            if group != ADAPTERS:
+                return info
+            check_adapter_class(loaded, f"adapters: {point.name!r}")
+        except L2Error as error:
+            return msgspec.structs.replace(info, error=str(error))
+        version = ".".join(map(str, loaded.api_version))
+        return msgspec.structs.replace(info, api_version=version, capabilities=loaded.capabilities)
+
+
+def check_adapter_class(loaded: object, where: str) -> None:
+    """Check that ``loaded`` keeps the adapter contract as far as a class shows it.
+
+    Raises:
+        AdapterContractError: says what is missing, or names both API versions.
+    """
+    if not (isinstance(loaded, type) and issubclass(loaded, L2Adapter)):
+        raise AdapterContractError(f"{where}: {loaded!r} is no subclass of l2kit.L2Adapter")
+    version = loaded.api_version
+    if version[0] != API_VERSION[0]:
+        theirs, ours = (".".join(map(str, v)) for v in (version, API_VERSION))
+        raise AdapterContractError(
+            f"{where}: built for adapter API {theirs}, this l2kit has {ours}; upgrade one of them"
+        )
+    missing = sorted(getattr(loaded, "__abstractmethods__", ()))
+    if missing:
+        raise AdapterContractError(f"{where}: {loaded.__name__} does not implement {', '.join(missing)}")
+    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
+        raise AdapterContractError(f"{where}: {loaded.__name__} does not declare its capabilities")
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+@cache
+def default_registry() -> Registry:
+    """The registry over everything that is installed; scanned once per process."""
+    return Registry({group: list(entry_points(group=group)) for group in GROUPS})

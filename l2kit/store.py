@@ -1,0 +1,156 @@
+"""StoreController: brings objects that became readable in L1 to every L2 tier, off the engine's path.
+
+Each object is leased per tier before anybody can evict it. Each tier has its own queue, bounded in bytes: a tier that
+is slow or hung costs its own stores and nothing else; what does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from l2kit.errors import L2Error
+from l2kit.l1 import ReadLease
+from l2kit.outcomes import StoreOutcome, StoreStatus
+from l2kit.tier import Tier
+
+_BATCH_OBJECTS: Final = 16
+_log = logging.getLogger(__name__)
+
+
+class _TierQueue:
+    """Objects on their way to one tier."""
+
+    def __init__(self, tier: Tier, max_bytes: int) -> None:
+        self.tier = tier
+        self.max_bytes = max_bytes
+        self.waiting: deque[ReadLease] = deque()
+        self.waiting_bytes = 0
+        self.in_flight = 0
+        self.changed = anyio.Event()
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+class StoreController:
+    """Queues and workers, one of each per tier. Loop-bound."""
+
+    def __init__(self, tiers: Sequence[Tier], max_queue_bytes: int) -> None:
+        """``max_queue_bytes`` bounds each tier's queue, the batch in flight not counted."""
+        self._queues = [_TierQueue(tier, max_queue_bytes) for tier in tiers]
+        self._closing = False
+
+    @property
+    def lease_owners(self) -> list[str]:
+        """For whom a new object must be leased, in the order that :meth:`enqueue` takes the leases."""
+        return [f"store:{queue.tier.name}" for queue in self._queues]
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits and nothing is in flight."""
+        return not any(queue.waiting or queue.in_flight for queue in self._queues)
+
+    def start(self, task_group: TaskGroup) -> None:
+        """Start the workers; they end with the task group."""
+        for queue in self._queues:
+            task_group.start_soon(self._supervise, queue, name=f"l2kit store {queue.tier.name}")
+
+    def enqueue(self, leases: Sequence[ReadLease]) -> None:
+        """Take over one lease per tier, in the order of :attr:`lease_owners`."""
+        for queue, lease in zip(self._queues, leases, strict=True):
+            size = lease.obj.nbytes
+            if self._closing or queue.waiting_bytes + size > queue.max_bytes:
+                queue.tier.counters.add("store_drops")
+                lease.release()
+                continue
+            queue.waiting.append(lease)
+            queue.waiting_bytes += size
+            queue.notify()
+
+    async def drain(self) -> None:
+        """Wait until every queue is empty and every store has ended. Bound it from outside."""
+        for queue in self._queues:
+            while queue.waiting or queue.in_flight:
+                await queue.changed.wait()
+
+    def close(self) -> None:
+        """Drop what still waits; call it when the workers have ended."""
+        self._closing = True
+        for queue in self._queues:
+            while queue.waiting:
+                queue.tier.counters.add("store_drops")
+                queue.waiting.popleft().release()
+            queue.waiting_bytes = 0
+            queue.notify()
+
+    async def _supervise(self, queue: _TierQueue) -> None:
+        backoff_s = 0.1
+        while True:
+            try:
+                await self._work(queue)
+            except Exception:
+                _log.exception("the store worker of tier %s failed; it restarts in %.1f s", queue.tier.name, backoff_s)
+                await anyio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, 30.0)
+
+    async def _work(self, queue: _TierQueue) -> None:
+        while True:
+            while not queue.waiting:
+                await queue.changed.wait()
+            batch = [queue.waiting.popleft() for _ in range(min(_BATCH_OBJECTS, len(queue.waiting)))]
+            queue.waiting_bytes -= sum(lease.obj.nbytes for lease in batch)
+            await self._store(queue, batch)
+
+    async def _store(self, queue: _TierQueue, batch: list[ReadLease]) -> None:
+        tier = queue.tier
+        queue.in_flight += len(batch)
+
+        def let_go() -> None:
+            for lease in batch:
+                lease.release()
+            queue.in_flight -= len(batch)
+            queue.notify()
+
+        try:
+            task = tier.adapter.submit_store_task(
+                [lease.key for lease in batch], [lease.obj for lease in batch], deadline=tier.deadline()
+            )
+        except BaseException as error:
+            let_go()
+            if not isinstance(error, L2Error):
+                raise
+            tier.failed(error)
+            tier.counters.add("store_failures", len(batch))
+            return
+        task.on_ended(let_go)  # not on a time-out: the adapter may still read the memory
+        await task.wait_ended()
+        try:
+            outcomes = task.outcomes()
+        except L2Error as error:
+            outcomes = [StoreOutcome.failed(error)] * len(batch)
+        for outcome in outcomes:
+            _count(tier, outcome)
+
+
+def _count(tier: Tier, outcome: StoreOutcome) -> None:
+    names = {
+        StoreStatus.STORED: "stored_objects",
+        StoreStatus.ALREADY_PRESENT: "store_present",
+        StoreStatus.DROPPED: "store_drops",
+        StoreStatus.FAILED: "store_failures",
+    }
+    tier.counters.add(names[outcome.status])
+    tier.counters.add("stored_bytes", outcome.nbytes)
+    if outcome.error is not None:
+        if tier.healthy:
+            _log.warning("tier %s: a store failed: %s", tier.name, outcome.error)
+        tier.failed(outcome.error)
+    elif outcome.present:
+        tier.succeeded()

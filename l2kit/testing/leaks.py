@@ -1,0 +1,76 @@
+"""Leak checks: what ran or was open when a block ended and was not when it began fails the test.
+
+Each check waits a moment for what is on its way out (a thread that ends, a socket whose transport closes with the
+loop's next turn), so a report means that something stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import pytest
+
+_PATIENCE_S: Final = 3.0
+_FILES: Final = Path("/proc/self/fd")
+
+
+@contextmanager
+def no_leaked_threads_or_files() -> Iterator[None]:
+    """Fail when the block leaves threads or file descriptors (sockets are among them) behind."""
+    threads, files = set(threading.enumerate()), _open_files()
+    yield
+
+    def left() -> list[str]:
+        alive = [thread.name for thread in threading.enumerate() if thread not in threads]
+        opened = [f"{number} -> {target}" for number, target in (_open_files() - files)]
+        return [f"thread {name}" for name in sorted(alive)] + [f"file {name}" for name in sorted(opened)]
+
+    give_up = time.monotonic() + _PATIENCE_S
+    while left() and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.01)
+    _report(left())
+
+
+@asynccontextmanager
+async def no_leaked_tasks() -> AsyncIterator[None]:
+    """Fail when the block leaves tasks behind on the running event loop."""
+    before = asyncio.all_tasks()
+    yield
+
+    def left() -> list[str]:
+        tasks = asyncio.all_tasks() - before - {asyncio.current_task()}
+        return [f"task {task.get_name()}: {task.get_coro()!r}" for task in tasks if not _of_test_runner(task)]
+
+    with anyio.move_on_after(_PATIENCE_S):
+        while left():
+            await anyio.sleep(0.01)
+    _report(left())
+
+
+def _open_files() -> set[tuple[int, str]]:
+    """Open file descriptors with what they refer to; nothing on systems without ``/proc``."""
+    found: set[tuple[int, str]] = set()
+    if _FILES.is_dir():
+        for descriptor in _FILES.iterdir():
+            with suppress(OSError):  # the descriptor that lists the folder is gone by now
+                found.add((int(descriptor.name), str(descriptor.readlink())))
+    return found
+
+
+def _of_test_runner(task: asyncio.Task[Any]) -> bool:
+    """True for the tasks in which anyio's pytest plugin runs fixtures and tests."""
+    return "TestRunner." in getattr(task.get_coro(), "__qualname__", "")
+
+
+def _report(left: list[str]) -> None:
+    if left:
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)

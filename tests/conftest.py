@@ -1,0 +1,28 @@
+"""For all tests of this repository: asyncio only, and nothing may stay behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from l2kit.testing.leaks import no_leaked_tasks, no_leaked_threads_or_files
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def task_leak_check() -> AsyncIterator[None]:
+    async with no_leaked_tasks():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    with no_leaked_threads_or_files():
+        if "anyio_backend" in request.fixturenames:
+            request.getfixturevalue("task_leak_check")
+        yield
