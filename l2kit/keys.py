@@ -27,13 +27,18 @@ _VERBATIM: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}\Z")
 _HASHED: Final = re.compile(r"x-[0-9a-f]{40}\Z")
 _ENCODED: Final = re.compile(
     r"(?P<namespace>[a-z0-9_-]+)/(?P<chunk>(?:[0-9a-f]{2})+)/"
-    r"s(?P<shard>\d+)of(?P<shards>\d+)\.g(?P<group>\d+)\.(?:l(?P<layer>\d+)|all)\Z"
+    r"s(?P<shard>[0-9]{1,10})of(?P<shards>[0-9]{1,10})\.g(?P<group>[0-9]{1,10})\.(?:l(?P<layer>[0-9]{1,10})|all)\Z"
 )
 
 
 def _frame(*parts: bytes) -> bytes:
     """Join parts so that no two different lists of parts give the same bytes (each is length-prefixed)."""
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def _text(text: str) -> bytes:
+    """UTF-8 for any string; those of requests may hold lone surrogates, which JSON can express."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _digest(purpose: bytes, *parts: bytes, size: int = _HASH_BYTES) -> bytes:
@@ -79,7 +84,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """32 hexadecimal digits that name this namespace in every key."""
-        parts = [f"{name}={getattr(self, name)}".encode() for name in self.__struct_fields__]
+        parts = [_text(f"{name}={getattr(self, name)}") for name in self.__struct_fields__]
         return _digest(b"l2kit-namespace", *parts).hex()
 
 
@@ -113,7 +118,7 @@ class ObjectKey(msgspec.Struct, frozen=True, order=True):
         # "x-" starts only hashed labels, so a verbatim label can never collide with one.
         verbatim = _VERBATIM.match(self.namespace) and not self.namespace.startswith("x-")
         if not verbatim and not _HASHED.match(self.namespace):
-            hashed = _digest(b"l2kit-label", self.namespace.encode("utf-8", "surrogatepass"), size=20).hex()
+            hashed = _digest(b"l2kit-label", _text(self.namespace), size=20).hex()
             msgspec.structs.force_setattr(self, "namespace", f"x-{hashed}")
 
     def encode(self) -> str:
@@ -199,12 +204,12 @@ class TokenDatabase:
         if start < 0:
             raise ConfigError(f"start: {start} is negative")
         spans = [item for item in mm_hashes if isinstance(item, MultimodalHash)]
-        unplaced = [item.encode() for item in mm_hashes if isinstance(item, str)]
+        unplaced = [_text(item) for item in mm_hashes if isinstance(item, str)]
         parent = _digest(
             b"l2kit-root",
-            self.namespace.encode("utf-8", "surrogatepass"),
+            _text(self.namespace),
             self.chunk_size.to_bytes(8, "little"),
-            *(b"\0" if extra is None else b"\1" + extra.encode() for extra in (salt, lora)),
+            *(b"\0" if extra is None else b"\1" + _text(extra) for extra in (salt, lora)),
             *unplaced,
         )
         total = len(token_ids)
@@ -213,7 +218,7 @@ class TokenDatabase:
             if end - begin < self.chunk_size and not self.save_unfull_chunk:
                 return
             touched = [
-                _frame(span.digest.encode(), struct.pack("<qq", span.start - begin, span.length))
+                _frame(_text(span.digest), struct.pack("<qq", span.start - begin, span.length))
                 for span in spans
                 if span.start < end and span.start + span.length > begin
             ]

@@ -69,9 +69,12 @@ class WriteReservation:
 
     ``obj`` may be written until then. Thread-safe. The holder calls :meth:`abort` in ``finally``; after
     :meth:`finish` that does nothing.
+
+    Attributes:
+        detached: somebody else may reserve the key, see :meth:`detach`.
     """
 
-    __slots__ = ("_entry", "_l1", "_since", "key", "obj", "owner")
+    __slots__ = ("_entry", "_l1", "_since", "detached", "key", "obj", "owner")
 
     def __init__(self, l1: L1Manager, entry: _Entry, owner: str) -> None:
         """Made by `L1Manager.reserve_write` only."""
@@ -81,11 +84,13 @@ class WriteReservation:
         self.key: Final = entry.key
         self.obj: Final = entry.obj
         self.owner: Final = owner
+        self.detached = False
 
     def finish(self, lease_owners: Iterable[str] = ()) -> list[ReadLease]:
         """Make the object readable and, in the same step, take one read lease for each of ``lease_owners``.
 
-        Nothing can evict the object between becoming readable and being leased.
+        - Nothing can evict the object between becoming readable and being leased.
+        - When the object is there already (only after :meth:`detach`), this copy lives as long as its leases.
 
         Raises:
             ClosedError: the reservation was finished or aborted before.
@@ -95,6 +100,10 @@ class WriteReservation:
     def abort(self) -> None:
         """Give the memory back unread. Harmless after :meth:`finish` or a first :meth:`abort`."""
         self._l1._abort(self)  # noqa: SLF001
+
+    def detach(self) -> None:
+        """Let others write this key, because this write hangs. The memory stays the holder's until it lets go."""
+        self._l1._detach(self)  # noqa: SLF001
 
 
 class ReadLease:
@@ -126,6 +135,7 @@ class L1Manager:
         self._lock = threading.Lock()
         self._readable: dict[ObjectKey, _Entry] = {}
         self._writing: dict[ObjectKey, WriteReservation] = {}
+        self._detached: set[WriteReservation] = set()
         self._unindexed: set[_Entry] = set()  # removed while leased: their memory is freed by the last release
         self._generation = 0
         self._closed = False
@@ -159,9 +169,13 @@ class L1Manager:
         with self._lock:
             count = self._prefix(keys)
             leases = [self._lease(self._readable[key], owner) for key in keys[:count]]
-            for key in reversed(keys[:count]):  # the start of a prefix ends up the most recent: suffixes go first
-                self._policy.touched(key)
+            self._touch(keys[:count])
             return leases
+
+    def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Count those of ``keys`` that are readable as just read, as one prefix: its end is evicted before its start."""
+        with self._lock:
+            self._touch([key for key in keys if key in self._readable])
 
     def readable_prefix(self, keys: Sequence[ObjectKey]) -> int:
         """How many objects from the start of ``keys`` are readable now. Takes no lease and touches nothing."""
@@ -172,6 +186,11 @@ class L1Manager:
         """True when the object is readable now. Takes no lease and touches nothing."""
         with self._lock:
             return key in self._readable
+
+    def is_known(self, key: ObjectKey) -> bool:
+        """True when the object is readable or somebody is writing it."""
+        with self._lock:
+            return key in self._readable or key in self._writing
 
     def remove(self, key: ObjectKey) -> bool:
         """Make an object unreadable for new readers; its memory is freed when the last lease goes. False for a miss."""
@@ -185,8 +204,9 @@ class L1Manager:
         """A consistent snapshot."""
         with self._lock:
             leases = sum(len(entry.leases) for entry in (*self._readable.values(), *self._unindexed))
+            writing = len(self._writing) + len(self._detached)
             return L1Usage(
-                self._arena.capacity_bytes, self._arena.used_bytes, len(self._readable), len(self._writing), leases
+                self._arena.capacity_bytes, self._arena.used_bytes, len(self._readable), writing, leases
             )
 
     def holds(self, older_than_s: float = 0.0) -> list[Hold]:
@@ -200,7 +220,7 @@ class L1Manager:
             ]
             found += [
                 Hold(r.key, r.owner, "reservation", r._entry.generation, now - r._since)  # noqa: SLF001
-                for r in self._writing.values()
+                for r in (*self._writing.values(), *self._detached)
                 if r._entry is not None  # noqa: SLF001
             ]
         return [hold for hold in found if hold.age_s >= older_than_s]
@@ -209,20 +229,20 @@ class L1Manager:
         """Refuse new work and unmap the arena, or leave that to the last holder of a view into it."""
         with self._lock:
             self._closed = True
-            for entry in list(self._readable.values()):
-                self._unindex(entry)
+            while self._readable:
+                self._unindex(next(iter(self._readable.values())))
             self._arena.close()
 
     # --- called by reservations and leases --------------------------------------------------------
 
     def _finish(self, reservation: WriteReservation, lease_owners: Iterable[str]) -> list[ReadLease]:
+        owners = list(lease_owners)
         with self._lock:
-            entry, reservation._entry = reservation._entry, None  # noqa: SLF001
+            entry = self._take(reservation)
             if entry is None:
                 raise ClosedError(f"the reservation of {reservation.key} was finished or aborted before")
-            del self._writing[entry.key]
-            leases = [self._lease(entry, owner) for owner in lease_owners]
-            if self._closed:
+            leases = [self._lease(entry, owner) for owner in owners]
+            if self._closed or entry.key in self._readable:
                 entry.indexed = False
                 self._unindexed.add(entry)
                 self._free_if_unused(entry)
@@ -233,10 +253,16 @@ class L1Manager:
 
     def _abort(self, reservation: WriteReservation) -> None:
         with self._lock:
-            entry, reservation._entry = reservation._entry, None  # noqa: SLF001
+            entry = self._take(reservation)
             if entry is not None:
-                del self._writing[entry.key]
                 self._arena.free(entry.slot)
+
+    def _detach(self, reservation: WriteReservation) -> None:
+        with self._lock:
+            if reservation._entry is not None and not reservation.detached:  # noqa: SLF001
+                del self._writing[reservation.key]
+                self._detached.add(reservation)
+                reservation.detached = True
 
     def _release(self, lease: ReadLease) -> None:
         with self._lock:
@@ -247,8 +273,21 @@ class L1Manager:
 
     # --- under the lock ---------------------------------------------------------------------------
 
+    def _take(self, reservation: WriteReservation) -> _Entry | None:
+        """Use a reservation up; None when it was before."""
+        entry, reservation._entry = reservation._entry, None  # noqa: SLF001
+        if entry is not None and reservation.detached:
+            self._detached.discard(reservation)
+        elif entry is not None:
+            del self._writing[entry.key]
+        return entry
+
     def _prefix(self, keys: Sequence[ObjectKey]) -> int:
         return next((index for index, key in enumerate(keys) if key not in self._readable), len(keys))
+
+    def _touch(self, prefix: Sequence[ObjectKey]) -> None:
+        for key in reversed(prefix):  # the start ends up the most recent: suffixes go first
+            self._policy.touched(key)
 
     def _lease(self, entry: _Entry, owner: str) -> ReadLease:
         lease = ReadLease(self, entry, owner)
@@ -269,23 +308,45 @@ class L1Manager:
 
     def _allocate(self, nbytes: int) -> Slot | None:
         slot = self._arena.allocate(nbytes)
-        if slot is not None:
+        if slot is not None or self._arena.slot_bytes(nbytes) > self._arena.capacity_bytes:
             return slot
-        size = self._arena.slot_bytes(nbytes)
-        if size > self._arena.capacity_bytes:
-            return None
-        same = next((entry for entry in self._idle() if entry.slot.slot_bytes == size), None)
-        # One object of the same size makes room at once; only without one are other sizes' slabs emptied.
-        for entry in [same] if same is not None else list(self._idle()):
+        victims = self._victims(nbytes)
+        for entry in victims:
             self._unindex(entry)
             self.evictions += 1
-            slot = self._arena.allocate(nbytes)
-            if slot is not None:
-                return slot
-        return None
+        return self._arena.allocate(nbytes) if victims else None
+
+    def _victims(self, nbytes: int) -> list[_Entry]:
+        """Whom to evict so that ``nbytes`` fit; nobody when that would be in vain. Changes nothing.
+
+        One object of the same size makes room at once. Without one, other sizes' slabs are emptied, those first whose
+        most recently used object is the oldest.
+        """
+        size = self._arena.slot_bytes(nbytes)
+        slabs: dict[object, list[_Entry]] = {}
+        for entry in self._idle():
+            if entry.slot.slot_bytes == size:
+                return [entry]
+            mates = slabs.pop(entry.slot.slab, [])
+            slabs[entry.slot.slab] = [*mates, entry]
+        chosen: list[list[_Entry]] = []
+        for mates in slabs.values():
+            if not self._arena.would_fit(nbytes, _slots([*chosen, mates])):
+                chosen.append(mates)
+                continue
+            for spare in list(chosen):  # what did not help in the end stays
+                others = [other for other in chosen if other is not spare]
+                if self._arena.would_fit(nbytes, _slots([*others, mates])):
+                    chosen = others
+            return [entry for group in [*chosen, mates] for entry in group]
+        return []
 
     def _idle(self) -> Iterator[_Entry]:
         for key in self._policy.victims():
             entry = self._readable[key]
             if not entry.leases:
                 yield entry
+
+
+def _slots(groups: Iterable[list[_Entry]]) -> list[Slot]:
+    return [entry.slot for group in groups for entry in group]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from l2kit.errors import CapacityError, ConfigError
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 PAGE_BYTES: Final = 4096
-_SLAB_TARGET_BYTES: Final = 64 << 20
+_MAX_SLAB_BYTES: Final = 64 << 20
+_MIN_SLABS: Final = 16  # of a small arena, so that one object that stays does not keep all of it for one size
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
 
@@ -98,12 +100,12 @@ class Slot:
 class _Slab:
     """A run of equal slots that was carved out of the arena."""
 
-    __slots__ = ("free", "nbytes", "offset", "slots", "used")
+    __slots__ = ("free", "nbytes", "offset", "slot_bytes", "used")
 
     def __init__(self, offset: int, slot_bytes: int, slots: int) -> None:
         self.offset = offset
         self.nbytes = slot_bytes * slots
-        self.slots = slots
+        self.slot_bytes = slot_bytes
         self.used: dict[int, Slot] = {}
         self.free = [offset + slot_bytes * i for i in reversed(range(slots))]
 
@@ -120,16 +122,21 @@ class Arena:
         """Map ``capacity_bytes`` (rounded down to pages) of anonymous memory.
 
         Raises:
-            ConfigError: less than one page was asked for.
+            ConfigError: less than one page was asked for, or more than this machine gives.
         """
         self.capacity_bytes: Final = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         if self.capacity_bytes < PAGE_BYTES:
             raise ConfigError(f"capacity_bytes: {capacity_bytes} is below one page of {PAGE_BYTES} bytes")
-        self._map = mmap.mmap(-1, self.capacity_bytes)
+        try:
+            mapped = mmap.mmap(-1, self.capacity_bytes)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"capacity_bytes: this machine does not map {capacity_bytes} bytes: {error}") from error
         if self.capacity_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = memoryview(self._map)
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        # Only views refer to the map, so the last one unmaps it.
+        self._memory = memoryview(mapped)
+        self._slab_bytes = min(_MAX_SLAB_BYTES, self.capacity_bytes // _MIN_SLABS)
         self._extents: list[tuple[int, int]] = [(0, self.capacity_bytes)]  # free (offset, nbytes), by offset
         self._open_slabs: dict[int, list[_Slab]] = {}  # slot size -> slabs with a free slot
         self.used_bytes = 0
@@ -178,18 +185,28 @@ class Arena:
         """Return the first ``nbytes`` of a slot, writable."""
         return self._memory[slot.offset : slot.offset + nbytes]
 
-    def neighbours(self, slot: Slot) -> list[Slot]:
-        """All allocated slots of the same slab: what must be freed before the slab serves another size."""
-        return list(slot.slab.used.values())
+    def would_fit(self, nbytes: int, freed: Iterable[Slot]) -> bool:
+        """True when ``nbytes`` could be allocated if the slots ``freed`` were free. Changes nothing."""
+        size = self.slot_bytes(nbytes)
+        slabs = Counter(slot.slab for slot in freed)
+        if any(slab.slot_bytes == size for slab in slabs):
+            return True
+        runs = sorted([*self._extents, *((s.offset, s.nbytes) for s, count in slabs.items() if count == len(s.used))])
+        start = end = 0
+        for offset, length in runs:
+            if offset != end:
+                start = offset
+            end = offset + length
+            if end - start >= size:
+                return True
+        return False
 
     def close(self) -> None:
         """Unmap the memory, or leave that to the last view of it that is still held by a reader."""
         self._memory.release()
-        with contextlib.suppress(BufferError):
-            self._map.close()
 
     def _carve(self, size: int) -> _Slab | None:
-        wanted = max(1, _SLAB_TARGET_BYTES // size)
+        wanted = max(1, self._slab_bytes // size)
         best = max(self._extents, key=lambda extent: extent[1], default=(0, 0))
         for index, (offset, nbytes) in enumerate(self._extents):
             if nbytes >= wanted * size or ((offset, nbytes) == best and nbytes >= size):

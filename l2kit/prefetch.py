@@ -45,6 +45,12 @@ class Prefetch:
 
     The holder calls :meth:`release` exactly when it no longer needs the objects (also to cancel); every lease is then
     given back, now or as soon as the work in flight allows.
+
+    Attributes:
+        chunks: what was asked for.
+        deadline: when the answer is final at the latest, in `time.monotonic` seconds.
+        l1_chunks: how many chunks from the start L1 had in full when it was asked.
+        loaded_objects: how many objects were read from L2 tiers for this search.
     """
 
     def __init__(self, chunks: Sequence[WantedChunk], deadline: float) -> None:
@@ -52,6 +58,7 @@ class Prefetch:
         self.chunks: Final = tuple(chunks)
         self.deadline: Final = deadline
         self.l1_chunks = 0
+        self.loaded_objects = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._released = False
@@ -230,7 +237,7 @@ class PrefetchController:
                 self._collect_elsewhere(search)
                 loads, promising = search.plan(self._tiers)
                 for tier, indices in loads.items():
-                    self._load(search, tier, indices, prefetch.deadline)
+                    self._load(search, tier, indices, prefetch)
                 if not promising:
                     return
                 if not loads:  # after starting loads, look again: some were refused or already here
@@ -278,7 +285,7 @@ class PrefetchController:
         tier.asked()
         task.on_ended(answered)
 
-    def _load(self, search: _Search, tier: Tier, indices: Sequence[int], deadline: float) -> None:
+    def _load(self, search: _Search, tier: Tier, indices: Sequence[int], prefetch: Prefetch) -> None:
         reserved: list[tuple[int, WriteReservation]] = []
         for index in indices:
             search.hits[tier].discard(index)
@@ -303,7 +310,7 @@ class PrefetchController:
             task = tier.adapter.submit_load_task(
                 [reservation.key for _, reservation in reserved],
                 [reservation.obj for _, reservation in reserved],
-                deadline=min(deadline, tier.deadline()),
+                deadline=min(prefetch.deadline, tier.deadline()),
             )
         except L2Error as error:
             for _, reservation in reserved:
@@ -319,6 +326,7 @@ class PrefetchController:
             index, reservation = reserved[position]
             _count(tier, outcome)
             if outcome.loaded:
+                prefetch.loaded_objects += 1
                 leases = reservation.finish(() if search.over else ("prefetch",))
                 if leases:
                     search.leases[index] = leases[0]

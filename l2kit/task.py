@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from l2kit.errors import BackendTimeoutError, L2Error, TaskCancelledError
@@ -169,6 +170,8 @@ class L2Task(Generic[OutcomeT]):
         try:
             self._scope.deadline = min(deadline, self._scope.deadline)
             with self._scope:
+                # Hooks that never suspend would otherwise do their work in spite of a cancel or a past deadline.
+                await anyio.lowlevel.checkpoint_if_cancelled()
                 await body(self)
         except L2Error as caught:
             error = caught

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections import Counter
+from typing import Any, Final, Literal
 
 import anyio
 
@@ -26,6 +27,9 @@ TIER_COUNTERS: Final = (
     "store_failures",
 )
 
+#: A tier may answer one kind of work and hang in another, so health and trust are kept for each kind apart.
+Work = Literal["lookup", "load", "store"]
+
 
 class Tier:
     """An adapter in its place among the tiers. Loop-bound, except for ``counters``."""
@@ -35,50 +39,54 @@ class Tier:
         self.adapter: Final = adapter
         self.name: Final = adapter.name
         self.counters: Final = Counters(TIER_COUNTERS)
-        self.last_error: L2Error | None = None
-        self._suspect = False
-        self._unanswered = 0
+        self._errors: dict[Work, L2Error] = {}  # the last error of each kind of work that has not succeeded since
+        self._overdue: set[Work] = set()
+        self._unanswered: Counter[Work] = Counter()
 
     @property
     def healthy(self) -> bool:
-        """False after an operation failed or timed out, until one succeeds."""
-        return self.last_error is None
+        """False after some kind of work failed or timed out, until that kind succeeds."""
+        return not self._errors
 
     @property
-    def worth_waiting_for(self) -> bool:
-        """False while the tier owes an answer that is overdue: lookups then go on without it.
+    def last_error(self) -> L2Error | None:
+        """The most recent failure that no success has made good; None when healthy."""
+        return next(reversed(self._errors.values()), None)
 
-        One unanswered lookup stays out as the probe that ends this; more would only pile up.
+    def trusted(self, work: Work) -> bool:
+        """False while an answer of this kind is overdue: nobody waits for the next one.
+
+        One unanswered request stays out as the probe that ends this; more would only pile up.
         """
-        return not self._suspect
+        return work not in self._overdue
 
-    @property
-    def worth_asking(self) -> bool:
-        """False for an overdue tier that has a lookup out already."""
-        return not self._suspect or self._unanswered == 0
+    def worth_asking(self, work: Work) -> bool:
+        """False for an overdue tier that has a request of this kind out already."""
+        return work not in self._overdue or self._unanswered[work] == 0
 
-    def asked(self) -> None:
-        """A lookup went out."""
-        self._unanswered += 1
+    def asked(self, work: Work) -> None:
+        """A request went out."""
+        self._unanswered[work] += 1
 
-    def answered(self) -> None:
-        """A lookup ended, however it did."""
-        self._unanswered -= 1
+    def answered(self, work: Work) -> None:
+        """A request ended, however it did."""
+        self._unanswered[work] -= 1
 
-    def succeeded(self) -> None:
-        """The backend answered."""
-        self.last_error = None
-        self._suspect = False
+    def succeeded(self, work: Work) -> None:
+        """The backend did what it was asked for."""
+        self._errors.pop(work, None)
+        self._overdue.discard(work)
 
-    def failed(self, error: L2Error) -> None:
-        """The backend failed; a time-out also costs it the patience of others."""
-        self.last_error = error
-        if isinstance(error, BackendTimeoutError):
-            self._suspect = True
+    def failed(self, work: Work, error: L2Error) -> None:
+        """The backend failed."""
+        self._errors.pop(work, None)
+        self._errors[work] = error
 
-    def overdue(self) -> None:
-        """A lookup was given up on before the tier answered."""
-        self.failed(BackendTimeoutError(f"{self.name}: no answer by the deadline"))
+    def overdue(self, work: Work) -> None:
+        """The backend gave nothing by the deadline: besides its health, this costs it the patience of others."""
+        self._overdue.add(work)
+        if work not in self._errors:
+            self.failed(work, BackendTimeoutError(f"{self.name}: no answer to a {work} by the deadline"))
 
     def deadline(self) -> float:
         """When work without a deadline of its own must end."""

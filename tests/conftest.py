@@ -14,15 +14,20 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(autouse=True)
+def thread_and_file_check() -> Iterator[None]:
+    with no_leaked_threads_or_files():
+        yield
+
+
 @pytest.fixture
-async def task_leak_check() -> AsyncIterator[None]:
+async def task_check(thread_and_file_check: None) -> AsyncIterator[None]:
     async with no_leaked_tasks():
         yield
 
 
 @pytest.fixture(autouse=True)
-def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    with no_leaked_threads_or_files():
-        if "anyio_backend" in request.fixturenames:
-            request.getfixturevalue("task_leak_check")
-        yield
+def leak_check(request: pytest.FixtureRequest, thread_and_file_check: None) -> None:
+    """Check tasks too where there is an event loop; only then can an async fixture be asked for."""
+    if "anyio_backend" in request.fixturenames:
+        request.getfixturevalue("task_check")

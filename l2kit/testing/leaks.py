@@ -51,7 +51,7 @@ async def no_leaked_tasks() -> AsyncIterator[None]:
         return [f"task {task.get_name()}: {task.get_coro()!r}" for task in tasks if not _of_test_runner(task)]
 
     with anyio.move_on_after(_PATIENCE_S):
-        while left():
+        while left():  # noqa: ASYNC110 - a leaked task sets no event
             await anyio.sleep(0.01)
     _report(left())
 

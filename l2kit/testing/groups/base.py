@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-import anyio
+import anyio.lowlevel
 import pytest
 
 import l2kit
@@ -57,18 +57,19 @@ class Conformance:
         """A URL that opens the same objects again; by default the same URL."""
         return adapter_url
 
-    def raw_read(self, adapter: Adapter, key: ObjectKey) -> bytes | None | Awaitable[bytes | None]:
+    def raw_read(self, adapter: Adapter, key: ObjectKey) -> bytes | Awaitable[bytes | None] | None:
         """The stored bytes of ``key``, read around the adapter; None for none. May be a coroutine function."""
         raise NotImplementedError
 
-    def raw_write(self, adapter: Adapter, key: ObjectKey, data: bytes) -> None | Awaitable[None]:
+    def raw_write(self, adapter: Adapter, key: ObjectKey, data: bytes) -> Awaitable[None] | None:
         """Make ``data`` the stored bytes of ``key``, around the adapter. May be a coroutine function."""
         raise NotImplementedError
 
     # --- fixtures that stay as they are -----------------------------------------------------------------------------
 
-    @pytest.fixture(scope="class")
-    def anyio_backend(self) -> str:
+    @pytest.fixture(scope="session")
+    @classmethod
+    def anyio_backend(cls) -> str:
         """Adapters run on asyncio."""
         return "asyncio"
 
@@ -127,7 +128,7 @@ class Conformance:
         """Check that lookup and load agree and give exactly ``objects``; None stands for a miss."""
         keys = list(objects)
         found = await adapter.submit_lookup_and_lock_task(keys)
-        targets = [destination(len(data or b"x")) for data in objects.values()]
+        targets = [destination(1 if data is None else len(data)) for data in objects.values()]
         loaded = await adapter.submit_load_task(keys, targets)
         await adapter.submit_unlock_task([key for key, outcome in zip(keys, found, strict=True) if outcome.hit])
         for key, lookup, load, target in zip(keys, found, loaded, targets, strict=True):
@@ -168,8 +169,8 @@ def content(name: object, nbytes: int) -> bytes:
     return random.Random(f"{name}/{nbytes}").randbytes(nbytes)
 
 
-def source(data: bytes) -> MemoryObj:
-    """A raw object over read-only bytes."""
+def source(data: bytes | bytearray) -> MemoryObj:
+    """A raw object over these bytes."""
     return MemoryObj.wrap(data, Layout.raw(len(data)))
 
 
@@ -191,7 +192,7 @@ def split(buffer: bytes | bytearray, *sizes: int) -> list[memoryview]:
 async def pass_time(turns: int = 20) -> None:
     """Let the event loop turn: what was left running gets the chance to do its damage."""
     for _ in range(turns):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
 
 def whole_story(error: BaseException | None) -> str:

@@ -1,5 +1,7 @@
 """Leases: every hit of a lookup holds one, until it is released or the adapter closes."""
 
+# ruff: noqa: D102 - the names of the tests say what they test
+
 from __future__ import annotations
 
 from l2kit.testing.groups.base import Adapter, Conformance, content

@@ -1,5 +1,7 @@
 """What was stored comes back, byte for byte, whatever the shape of the memory on either side."""
 
+# ruff: noqa: D102 - the names of the tests say what they test
+
 from __future__ import annotations
 
 import pytest
@@ -111,7 +113,7 @@ class RoundTripTests(Conformance):
 
     async def test_a_read_only_destination_is_refused(self, adapter: Adapter) -> None:
         with pytest.raises(ConfigError, match="read-only"):
-            adapter.submit_load_task([self.key()], [source(b"read-only")])
+            _ = adapter.submit_load_task([self.key()], [source(b"read-only")])
 
     async def test_an_object_above_the_limit_fails_and_leaves_nothing(self, adapter: Adapter) -> None:
         limit = adapter.capabilities.max_object_bytes

@@ -1,0 +1,163 @@
+"""One connection: commands out, their own replies in, and the knowledge whether it can be used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from l2kit_redis.faults import ProtocolError, ServerError
+from l2kit_redis.resp import Reply, ReplyReader, request, value_request
+from l2kit_redis.stream import Patience, Stream
+
+#: The end of a value that is longer than its destination is read and thrown away up to here; beyond it a new
+#: connection is cheaper.
+_MAX_DRAIN_BYTES: Final = 1 << 20
+#: Commands in flight at once: their replies fit into the kernel's buffers, so neither side blocks the other.
+_PIPELINE_COMMANDS: Final = 1024
+
+
+class Connection:
+    """A RESP2 conversation: what is sent next, a command or a pipeline, waits for all replies to the last.
+
+    One thread at a time, except for :meth:`abort`.
+    """
+
+    __slots__ = ("_outstanding", "_replies", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        """Take ownership of ``stream``."""
+        self._stream = stream
+        self._replies = ReplyReader(stream)
+        self._outstanding = 0
+
+    @property
+    def settled(self) -> bool:
+        """True when every reply was taken to its last byte, and nothing else came. Only then use it again."""
+        return self._outstanding == 0 and self._replies.empty
+
+    @property
+    def answered(self) -> bool:
+        """True when anything was received since :meth:`begin`."""
+        return self._stream.received > 0
+
+    def begin(self, patience: Patience) -> None:
+        """Start a conversation that may take as long as ``patience`` allows."""
+        self._stream.patience = patience
+        self._stream.received = 0
+
+    def is_alive(self) -> bool:
+        """False when the server has closed the connection, or said something that nobody asked for."""
+        return self._stream.is_quiet()
+
+    def call(self, *words: bytes) -> Reply:
+        """Send one small command and return its reply.
+
+        Raises:
+            ServerError: the server answered with an error.
+        """
+        self._send([request(*words)], 1)
+        return self._take_reply()
+
+    def call_integer(self, *words: bytes) -> int:
+        """As :meth:`call`, for commands that are answered with a number."""
+        reply = self.call(*words)
+        if not isinstance(reply, int):
+            raise ProtocolError("no integer where one was due")
+        return reply
+
+    def call_bytes(self, *words: bytes) -> bytes:
+        """As :meth:`call`, for commands that are answered with a string."""
+        reply = self.call(*words)
+        if not isinstance(reply, bytes):
+            raise ProtocolError("no string where one was due")
+        return reply
+
+    def log_in(self, *words: bytes) -> None:
+        """Send a command that holds a secret. Nothing of its reply but a known code gets into the error.
+
+        Raises:
+            ServerError: the server refused it.
+        """
+        self._send([request(*words)], 1)
+        reply = self._replies.reply()
+        self._outstanding -= 1
+        if isinstance(reply, ServerError):
+            raise ServerError(str(reply), secret=True)
+
+    def call_integers(self, command: bytes, keys: Sequence[bytes]) -> list[int | ServerError]:
+        """Send ``command`` for each key in pipelines and return the integers, or errors, in key order."""
+        answers: list[int | ServerError] = []
+        for start in range(0, len(keys), _PIPELINE_COMMANDS):
+            part = keys[start : start + _PIPELINE_COMMANDS]
+            self._send([b"".join([request(command, key) for key in part])], len(part))
+            answers += self._replies.integers(len(part))
+            self._outstanding -= len(part)
+        return answers
+
+    def set_value(self, key: bytes, data: Sequence[memoryview], ttl_ms: int | None) -> None:
+        """Write a value from where it lies in memory.
+
+        Raises:
+            ServerError: the server answered with an error; the old value is still there, if there was one.
+        """
+        expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms is not None else ()
+        front, back = value_request((b"SET", key), sum(map(len, data)), expiry)
+        try:
+            self._send([front, *data, back], 1)
+        except ConnectionError:
+            self._raise_last_words()
+            raise
+        if self._take_reply() != b"OK":
+            raise ProtocolError("SET was not answered with OK")
+
+    def get_value(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        """Receive a value into ``into``, as much as fits, and return its full length; None for no value.
+
+        Raises:
+            ServerError: the server answered with an error.
+        """
+        self._send([request(b"GET", key)], 1)
+        length = self._replies.value_length()
+        if length is None or isinstance(length, ServerError):
+            self._outstanding -= 1
+            if length is None:
+                return None
+            raise length
+        beyond = length - sum(map(len, into))
+        if beyond <= 0:
+            self._replies.value(into, length)
+        elif beyond <= _MAX_DRAIN_BYTES:
+            self._replies.value([*into, memoryview(bytearray(beyond))], length)
+        else:
+            self._replies.value_part(into)
+            return length  # the reply stays outstanding: whoever owns the connection closes it
+        self._outstanding -= 1
+        return length
+
+    def abort(self) -> None:
+        """Make the conversation in progress fail at once. From any thread."""
+        self._stream.abort()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
+
+    def _send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
+        self._outstanding += replies
+        self._stream.send(buffers)
+
+    def _take_reply(self) -> Reply:
+        reply = self._replies.reply()
+        self._outstanding -= 1
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+    def _raise_last_words(self) -> None:
+        """Raise why the server hung up in the middle of a request, if it has said so and that can be read."""
+        try:
+            reply = self._replies.reply()
+        except (OSError, ProtocolError):
+            return
+        if isinstance(reply, ServerError):
+            raise reply from None

@@ -1,0 +1,232 @@
+"""Bytes over one socket: scatter/gather without copies, under a deadline and cancellation. Knows no RESP.
+
+Sockets wait in short slices. Between two slices a thread looks whether its host task was cancelled and
+whether its time is over, so that no thread outlives its batch by more than one slice and none needs to be
+abandoned.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from l2kit_redis.faults import ConnectionLostError
+
+_SLICE_S: Final = 0.02
+_TLS_ENDS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_MAX_SEGMENTS: Final = min(1024, os.sysconf("SC_IOV_MAX"))
+
+
+class Patience:
+    """How long one conversation may take. Belongs to the thread that holds the conversation.
+
+    - It ends at ``deadline``, in `time.monotonic` seconds, or when no byte has moved for ``idle_s``.
+    - ``check_cancelled`` raises when the conversation's host task was cancelled.
+    """
+
+    __slots__ = ("_check_cancelled", "_deadline", "_idle_s", "_idle_since")
+
+    def __init__(self, deadline: float, idle_s: float, check_cancelled: Callable[[], None]) -> None:
+        """Time runs from now."""
+        self._deadline = deadline
+        self._idle_s = idle_s
+        self._idle_since = time.monotonic()
+        self._check_cancelled = check_cancelled
+
+    def at_most(self, limit_s: float) -> Patience:
+        """The same, but no longer than ``limit_s`` from now in all."""
+        deadline = min(self._deadline, time.monotonic() + limit_s)
+        return Patience(deadline, limit_s, self._check_cancelled)
+
+    def moved(self) -> None:
+        """Call when bytes have moved.
+
+        Raises:
+            TimeoutError: the deadline has passed. The host's cancellation is raised as it is.
+        """
+        self._check_cancelled()
+        self._idle_since = now = time.monotonic()
+        if now >= self._deadline:
+            raise TimeoutError("the deadline passed in the middle of a transfer")
+
+    def waited(self) -> None:
+        """Call when a slice has passed in which nothing moved.
+
+        Raises:
+            TimeoutError: the patience is at its end. The host's cancellation is raised as it is.
+        """
+        self._check_cancelled()
+        now = time.monotonic()
+        if now >= self._idle_since + self._idle_s:
+            raise TimeoutError(f"no answer for {self._idle_s:g} s")
+        if now >= self._deadline:
+            raise TimeoutError("no answer before the deadline")
+
+
+class Address(NamedTuple):
+    """Where a socket connects to, name resolution done."""
+
+    family: int
+    target: Any  # what `socket.connect` takes: its type depends on the family
+
+
+class Stream:
+    """A connected socket. One thread at a time, except for :meth:`abort`.
+
+    Attributes:
+        patience: of the conversation in progress; set before each.
+        received: bytes that arrived since it was last set to 0.
+    """
+
+    __slots__ = ("_poll", "_socket", "_tls", "patience", "received")
+
+    def __init__(self, connected: socket.socket, patience: Patience) -> None:
+        """Take ownership of ``connected``, whose time-out is one slice."""
+        self._socket = connected
+        self._tls = isinstance(connected, ssl.SSLSocket)  # takes one buffer at a time
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self.patience = patience
+        self.received = 0
+
+    def send(self, buffers: Iterable[bytes | memoryview]) -> None:
+        """Send all of ``buffers``, which are only read, straight from where they are."""
+        left = _views(buffers)
+        while left:
+            try:
+                if self._tls:
+                    sent = self._socket.send(left[0])
+                else:
+                    sent = self._socket.sendmsg(list(itertools.islice(left, _MAX_SEGMENTS)))
+            except TimeoutError:
+                self.patience.waited()
+                continue
+            except _TLS_ENDS as error:
+                raise ConnectionLostError("the server closed it") from error
+            _advance(left, sent)
+            self.patience.moved()
+
+    def receive(self, buffers: Iterable[memoryview]) -> None:
+        """Fill all of ``buffers``, one after the other.
+
+        Raises:
+            ConnectionLostError: the stream ended first.
+        """
+        left = _views(buffers)
+        while left:
+            _advance(left, self._receive_some(left))
+
+    def receive_some(self, into: memoryview) -> int:
+        """Receive what is there, at least one byte, and return how many."""
+        return self._receive_some(deque((into,)))
+
+    def is_quiet(self) -> bool:
+        """True when the peer has neither sent anything unread nor closed the connection. Does not block."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return False
+        return not self._poll.poll(0)
+
+    def abort(self) -> None:
+        """Make a blocked or later call of the owning thread fail at once. From any thread; does not block."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket, without waiting for the peer."""
+        with suppress(OSError):
+            self._socket.close()
+
+    def _receive_some(self, left: deque[memoryview]) -> int:
+        while True:
+            try:
+                if self._tls:
+                    received = self._socket.recv_into(left[0])
+                else:
+                    received = self._socket.recvmsg_into(list(itertools.islice(left, _MAX_SEGMENTS)))[0]
+            except TimeoutError:
+                self.patience.waited()
+                continue
+            except _TLS_ENDS as error:
+                raise ConnectionLostError("the server closed it") from error
+            if received == 0:
+                raise ConnectionLostError("the server closed it")
+            self.received += received
+            self.patience.moved()
+            return received
+
+
+def connect(address: Address, patience: Patience) -> socket.socket:
+    """Connect a socket that waits in slices.
+
+    Raises:
+        OSError: it cannot be connected; TimeoutError when ``patience`` ended first.
+    """
+    connecting = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        connecting.setblocking(False)
+        code = connecting.connect_ex(address.target)
+        if code == errno.EINPROGRESS:
+            poll = select.poll()
+            poll.register(connecting, select.POLLOUT)
+            while not poll.poll(_SLICE_S * 1000):
+                patience.waited()
+            code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        connecting.settimeout(_SLICE_S)
+        if address.family != socket.AF_UNIX:
+            connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException:
+        connecting.close()
+        raise
+    return connecting
+
+
+def start_tls(
+    plain: socket.socket, context: ssl.SSLContext, server_name: str, patience: Patience
+) -> ssl.SSLSocket:
+    """Put TLS on a connected socket, which is closed when that fails.
+
+    Raises:
+        ssl.SSLError: no agreement, or the certificate is not accepted.
+        TimeoutError: ``patience`` ended first.
+    """
+    try:
+        secured = context.wrap_socket(plain, server_hostname=server_name, do_handshake_on_connect=False)
+    except BaseException:
+        plain.close()
+        raise
+    try:
+        while True:
+            try:
+                secured.do_handshake()
+            except TimeoutError:
+                patience.waited()
+            else:
+                return secured
+    except BaseException:
+        secured.close()
+        raise
+
+
+def _views(buffers: Iterable[bytes | memoryview]) -> deque[memoryview]:
+    return deque(memoryview(buffer) for buffer in buffers if len(buffer))
+
+
+def _advance(left: deque[memoryview], nbytes: int) -> None:
+    """Take ``nbytes`` off the front of a scatter/gather list."""
+    while nbytes:
+        if len(left[0]) > nbytes:
+            left[0] = left[0][nbytes:]
+            return
+        nbytes -= len(left.popleft())

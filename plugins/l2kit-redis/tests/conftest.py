@@ -1,0 +1,54 @@
+"""Servers, leak checks, and a place of its own on a server for each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from l2kit.testing.leaks import no_leaked_tasks, no_leaked_threads_or_files
+from l2kit.testing.servers import RespServer, redis_server, valkey_server
+
+__all__ = ["redis_server", "valkey_server"]
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def task_leak_check() -> AsyncIterator[None]:
+    async with no_leaked_tasks():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    with no_leaked_threads_or_files():
+        if "anyio_backend" in request.fixturenames:
+            request.getfixturevalue("task_leak_check")
+        yield
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A key prefix that no other test has; what is left under it afterwards is removed."""
+    prefix = f"l2kit-test-{os.urandom(6).hex()}:"
+    yield prefix
+    for name in ("redis_server", "valkey_server"):
+        if name in request.fixturenames:
+            server: RespServer = request.getfixturevalue(name)
+            remove_all(server, prefix)
+
+
+def remove_all(server: RespServer, prefix: str) -> None:
+    cursor: object = b"0"
+    while True:
+        reply = server.command("SCAN", str(cursor, "ascii"), "MATCH", f"{prefix}*", "COUNT", 1000)  # type: ignore[call-overload]
+        cursor, names = reply  # type: ignore[misc]
+        if names:
+            server.command("UNLINK", *names)
+        if cursor == b"0":
+            return

@@ -1,0 +1,26 @@
+"""``memory://``, the reference adapter, passes the whole conformance suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from l2kit.adapter import L2Adapter
+from l2kit.keys import ObjectKey
+from l2kit.memory_adapter import MemoryAdapter
+from l2kit.testing import AdapterConformance
+
+
+class TestMemoryAdapter(AdapterConformance):
+    @pytest.fixture
+    def adapter_url(self) -> str:
+        return "memory://"
+
+    def raw_read(self, adapter: L2Adapter[Any], key: ObjectKey) -> bytes | None:
+        assert isinstance(adapter, MemoryAdapter)
+        return adapter._objects.get(key)
+
+    def raw_write(self, adapter: L2Adapter[Any], key: ObjectKey, data: bytes) -> None:
+        assert isinstance(adapter, MemoryAdapter)
+        adapter._objects[key] = data
