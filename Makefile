@@ -63,7 +63,7 @@ wheels-lane: .venv/.stamp ## build the wheels, install them elsewhere, test them
 	tests/wheels/run.sh
 
 demo: .venv-vllm/.stamp ## two vLLM processes share one prompt's KV; L2=file|valkey, CORRUPT=1 damages it in between
-	$(VLLM_PYTHON) demo/run.py --l2 $(or $(L2),file) $(if $(CORRUPT),--corrupt)
+	$(VLLM_PYTHON) -m demo.run --l2 $(or $(L2),file) $(if $(CORRUPT),--corrupt)
 
 bench: .venv/.stamp ## bounded benchmarks, as ratios
 	.venv/bin/python bench/run.py --quick

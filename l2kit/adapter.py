@@ -23,7 +23,7 @@ import msgspec
 
 from l2kit.batches import Batches, for_each
 from l2kit.config import AdapterConfig, ParsedURL
-from l2kit.errors import BackendError, BackendTimeoutError, ClosedError, ConfigError, L2Error
+from l2kit.errors import BackendError, BackendTimeoutError, ClosedError, ConfigError, L2Error, first_error
 from l2kit.keys import ObjectKey
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
@@ -328,11 +328,13 @@ class L2Adapter(ABC, Generic[ConfigT]):
             try:
                 with anyio.fail_after(self.config.open_timeout_s):
                     await self.open()
-            except L2Error:
-                raise
-            except TimeoutError as error:
-                raise BackendTimeoutError(f"{self.name}: did not open within {self.config.open_timeout_s} s") from error
-            except Exception as error:
+            except Exception as caught:
+                error = first_error(caught)
+                if isinstance(error, L2Error):
+                    raise error from error.__cause__
+                if isinstance(error, TimeoutError):
+                    late = f"{self.name}: did not open within {self.config.open_timeout_s} s"
+                    raise BackendTimeoutError(late) from error
                 raise self.translate_error(error) from error
             stack.push_async_callback(self._close_backend)
             group = await stack.enter_async_context(anyio.create_task_group())
@@ -350,15 +352,21 @@ class L2Adapter(ABC, Generic[ConfigT]):
         await self._opened.stack.__aexit__(None, None, None)
 
     async def _close_backend(self) -> None:
+        """Give leases back, then close; each shielded with a bound of its own, so that neither keeps the other out."""
+        if self._opened is not None:
+            self._opened.batches.end_all()
+            await self._within_grace(self._opened.batches.release_all, "give its leases back")
+        await self._within_grace(self.close, "close")
+
+    async def _within_grace(self, step: Callable[[], Awaitable[None]], what: str) -> None:
         with anyio.move_on_after(_CLOSE_GRACE_S, shield=True) as scope:
             try:
-                if self._opened is not None:
-                    self._opened.batches.end_all()
-                    await self._opened.batches.release_all()
-            finally:
-                await self.close()
+                await step()
+            except Exception as error:  # nobody can act on it: the adapter is closed either way
+                shown = error if isinstance(error, L2Error) else self.translate_error(error)
+                _log.error("%s: failed to %s: %s", self.name, what, shown)
         if scope.cancelled_caught:
-            _log.error("%s: the backend did not close within %.0f s", self.name, _CLOSE_GRACE_S)
+            _log.error("%s: the backend did not %s within %.0f s", self.name, what, _CLOSE_GRACE_S)
 
     def _check_batch(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj] | None = None) -> Batches:
         if self._state != "open" or self._opened is None:

@@ -6,13 +6,14 @@ Kept apart from the contract in `adapter.py`; nothing here is public.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 
-from l2kit.errors import BackendError, CapacityError, CorruptObjectError, L2Error
+from l2kit.errors import BackendError, CapacityError, CorruptObjectError, L2Error, first_error
 from l2kit.framing import LoadFrame, seal
 from l2kit.keys import ObjectKey
 from l2kit.memory import MemoryObj
@@ -139,8 +140,9 @@ class Batches:
         async def load_one(index: int) -> None:
             try:
                 outcome = await self._load_one(keys[index], objects[index])
-            except Exception as error:
-                outcome = LoadOutcome.failed(self._translate(error))
+            except Exception as caught:
+                error = self._translate(caught)
+                outcome = LoadOutcome.failed(error)
                 if isinstance(error, CorruptObjectError):
                     await self._heal(keys[index], error)
             self.counters[f"load.{outcome.status}"] += 1
@@ -216,19 +218,25 @@ class Batches:
         """Let only errors of the tree out of a task; callers catch those, not groups of a hook's task group."""
         try:
             await body(task)
-        except Exception as error:
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
+        except Exception as caught:
+            error = first_error(caught)
             if isinstance(error, L2Error):
                 raise error from error.__cause__
             raise self._translate(error) from error
 
     def _translate(self, error: Exception) -> L2Error:
+        error = first_error(error)
         if isinstance(error, L2Error):
             return error
-        translated = self._adapter.translate_error(error)
+        try:
+            translated = self._adapter.translate_error(error)
+        except Exception:  # it runs where an error that escapes would end the adapter's workers
+            _log.exception("%s: translate_error failed", self._adapter.name)
+            translated = BackendError(f"{self._adapter.name}: unexpected {type(error).__name__}")
         if type(translated) is BackendError and not isinstance(error, OSError):
-            _log.error("%s: unexpected error in the adapter", self._adapter.name, exc_info=error)
+            # Its place but not its text, which is the client library's and may hold the URL with its password.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            _log.error("%s: unexpected %s in the adapter\n%s", self._adapter.name, type(error).__name__, where)
         return translated
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +17,7 @@ from l2kit.engine import CacheEngine, KVSource, KVTarget, TokenRange
 from l2kit.errors import ClosedError
 from l2kit.keys import Namespace
 from l2kit.layout import Layout
+from l2kit.registry import Registry
 from l2kit.storage_manager import StorageManager, open_storage
 
 
@@ -26,15 +28,18 @@ class BlockingStorage:
     ``manager`` is the storage manager itself: its any-thread methods may be called directly.
     """
 
-    def __init__(self, config: str | Path | Mapping[str, Any] | StorageConfig) -> None:
-        """Check the configuration; no thread is started and no I/O done before :meth:`open`.
+    def __init__(
+        self, config: str | Path | Mapping[str, Any] | StorageConfig, *, registry: Registry | None = None
+    ) -> None:
+        """Check the configuration; no thread is started and no I/O done before :meth:`open`. See `open_storage`.
 
         Raises:
             ConfigError: names the wrong field and the nearest valid choice.
         """
-        self.manager: Final[StorageManager] = open_storage(config)
+        self.manager: Final[StorageManager] = open_storage(config, registry=registry)
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
+        self._pid = 0
 
     def open(self) -> Self:
         """Start the thread, open every tier, and return when all are ready.
@@ -45,22 +50,26 @@ class BlockingStorage:
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal("asyncio", name="l2kit"))
             stack.enter_context(portal.wrap_async_context_manager(self.manager))
-            self._portal = portal
+            self._portal, self._pid = portal, os.getpid()
             self._stack = stack.pop_all()
         return self
 
     def close(self) -> None:
-        """Let stores end (bounded), close every tier, end the thread. Harmless when repeated."""
+        """Let stores end (bounded), close every tier, end the thread. Harmless when repeated, and in a forked child."""
+        if self._portal is not None and os.getpid() != self._pid:
+            return  # the thread stayed in the parent, and everything that it would close with it
         self._stack.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a coroutine function on the storage's event loop and return its result.
 
         Raises:
-            ClosedError: before :meth:`open`, or after :meth:`close`.
+            ClosedError: before :meth:`open`, after :meth:`close`, or in a forked child.
         """
         if self._portal is None:
             raise ClosedError("the storage is not open; use it inside 'with BlockingStorage(…)'")
+        if os.getpid() != self._pid:
+            raise ClosedError("the storage was opened before a fork; open a new one in the child")
         try:
             return self._portal.call(function, *args)
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from l2kit.errors import ConfigError, nearest
 
 _UNITS: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS_BINARY: Final = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z", re.ASCII)
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -84,7 +84,8 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
         l1: host memory tier.
         tiers: each a URL, or a mapping with ``url`` and further options of that adapter, and optionally ``name``.
         lookup_timeout_s: deadline of lookup and prefetch together; then the prefix found so far is the answer.
-        max_store_queue_bytes: objects that wait for a slow tier beyond this are dropped and counted, per tier.
+        max_store_queue_bytes: objects that wait for a slow tier beyond this are dropped and counted, per tier; never
+            more than half of L1 divided by the number of tiers, or a hung tier would fill L1 with what waits for it.
         drain_timeout_s: how long closing waits for stores that are still on their way.
         max_pending_prefetches: lookups beyond this many that wait for tiers are answered from L1 alone.
     """
@@ -96,6 +97,12 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_store_queue_bytes: PositiveInt = 1 << 30
     drain_timeout_s: PositiveSeconds = 10.0
     max_pending_prefetches: PositiveInt = 256
+
+    def __repr__(self) -> str:
+        """Without what tiers are opened with: their URLs and options may hold credentials."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["tiers"] = [_shown(tier if isinstance(tier, str) else tier.get("url")) for tier in self.tiers]
+        return f"StorageConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 class StructType(Protocol):
@@ -133,8 +140,13 @@ def parse_url(url: str) -> ParsedURL:
     scheme, separator, _ = url.partition("://")
     if not separator or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*\Z", scheme):
         raise ConfigError("url: expected SCHEME://…, for example file:///var/cache/l2kit or redis://localhost:6379/0")
+    if "#" in url:  # urlsplit would cut the rest off: half a path, or half a password
+        raise ConfigError(f"url: '#' has no meaning in the {scheme}:// URL; write %23 where a value holds one")
     try:
         parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"url: the host in the {scheme}:// URL is malformed") from None
+    try:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"port: {scheme}:// URL has no port in 1..65535 ({_without_value(error)})") from None
@@ -148,6 +160,14 @@ def parse_url(url: str) -> ParsedURL:
     password = None if parts.password is None else Secret(unquote(parts.password))
     username = unquote(parts.username) if parts.username else None
     return ParsedURL(scheme.lower(), unquote(parts.path), parts.hostname, port, username, password, query)
+
+
+def _shown(url: object) -> str:
+    """A tier's URL without credentials and options."""
+    try:
+        return str(parse_url(str(url)))
+    except ConfigError:
+        return "?"
 
 
 def _without_value(error: ValueError) -> str:
@@ -189,7 +209,9 @@ def build(struct: type[StructT], options: Mapping[str, Any], *, where: str) -> S
 
 
 def _decode_secret(kind: type, value: object) -> object:
-    if kind is Secret and isinstance(value, str | Secret):
+    if kind is Secret:
+        if not isinstance(value, str | Secret):
+            raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
         return value if isinstance(value, Secret) else Secret(value)
     raise NotImplementedError(f"no conversion to {kind.__name__}")
 
@@ -222,6 +244,8 @@ def load_storage_config(config: str | Path | Mapping[str, Any] | StorageConfig) 
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config: {path} is no UTF-8 text") from error
     return build(StorageConfig, _parse_file(path, text), where=str(path))
 
 

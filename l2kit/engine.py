@@ -13,7 +13,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from l2kit.errors import L2Error
 from l2kit.keys import MultimodalHash, Namespace, ObjectKey, TokenDatabase
 from l2kit.l1 import WriteReservation
 from l2kit.layout import Layout
@@ -58,6 +57,9 @@ class RequestIdentity(msgspec.Struct, frozen=True):
 
 _PLAIN: Final = RequestIdentity()
 
+#: Prompts that one engine copies at once; more would only share the same memory bandwidth.
+_MAX_COPIES: Final = 4
+
 
 class Chunk(msgspec.Struct, frozen=True):
     """One chunk of one prompt: its tokens and its object."""
@@ -100,6 +102,7 @@ class CacheEngine:
         self.tokens: Final = TokenDatabase(namespace, namespace.chunk_size, save_unfull_chunk=save_unfull_chunk)
         self._layout = layout
         self._shard = (shard, shards)
+        self._copies: anyio.CapacityLimiter | None = None
 
     @property
     def chunk_size(self) -> int:
@@ -117,20 +120,37 @@ class CacheEngine:
 
     def start_retrieve(self, chunks: Sequence[Chunk], *, timeout_s: float | None = None) -> Prefetch:
         """Start bringing the longest possible prefix of ``chunks`` into L1. Any thread; see `Prefetch`."""
-        wanted: list[WantedChunk] = [(WantedObject(chunk.key, chunk.layout),) for chunk in chunks]
-        return self.storage.start_prefetch(wanted, timeout_s=timeout_s)
+        return self.storage.start_prefetch(_wanted(chunks), timeout_s=timeout_s)
 
     def reserve(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, WriteReservation]]:
         """Reserve L1 memory for those of ``chunks`` that are not there yet; stops at the first without memory.
 
-        Any thread. The caller fills each and hands all of them to ``storage.finish_write``, or aborts them.
+        - Any thread. The caller fills each and hands all of them to ``storage.finish_write``, or aborts them, and calls
+          :meth:`touch` with the whole prompt when it is done.
+        - No chunk makes room by evicting one that stands before it in ``chunks``.
         """
+        l1 = self.storage.l1
         reserved: list[tuple[Chunk, WriteReservation]] = []
-        for chunk in chunks:
-            reservation = self.storage.reserve_write(chunk.key, chunk.layout)
-            if reservation is not None:
-                reserved.append((chunk, reservation))
+        here = l1.acquire_prefix([chunk.key for chunk in chunks], owner="reserve")
+        try:
+            for chunk in chunks[len(here) :]:
+                reservation = self.storage.reserve_write(chunk.key, chunk.layout)
+                if reservation is not None:
+                    reserved.append((chunk, reservation))
+                elif not l1.is_known(chunk.key):
+                    break
+        except BaseException:
+            for _, reservation in reserved:
+                reservation.abort()
+            raise
+        finally:
+            for lease in here:
+                lease.release()
         return reserved
+
+    def touch(self, chunks: Sequence[Chunk]) -> None:
+        """Keep a prompt that was stored piece by piece together: L1 gives up the end before the start. Any thread."""
+        self.storage.l1.touch([chunk.key for chunk in chunks])
 
     async def store(
         self,
@@ -152,16 +172,18 @@ class CacheEngine:
             are not in them.
         """
         identity = RequestIdentity(salt, lora, tuple(mm_hashes))
-        chunks = [chunk for chunk in self.chunks(token_ids, identity) if chunk.start >= skip_prefix_n_tokens]
-        reserved = self.reserve(chunks)
+        chunks = self.chunks(token_ids, identity)
+        self.touch(chunks)  # the skipped ones too: what makes room must not be this prompt's own prefix
+        reserved = self.reserve([chunk for chunk in chunks if chunk.start >= skip_prefix_n_tokens])
 
         def gather() -> None:
             for chunk, reservation in reserved:
                 source.gather(chunk.start, chunk.end, reservation.obj)
 
         try:
-            await anyio.to_thread.run_sync(gather, abandon_on_cancel=False)
+            await self._copy(gather)
             self.storage.finish_write([reservation for _, reservation in reserved])
+            self.touch(chunks)
         finally:
             for _, reservation in reserved:
                 reservation.abort()
@@ -171,39 +193,19 @@ class CacheEngine:
         self,
         token_ids: Sequence[int],
         *,
+        timeout_s: float | None = None,
         salt: str | None = None,
         lora: str | None = None,
         mm_hashes: Sequence[MultimodalHash | str] = (),
     ) -> int:
         """How many tokens from the start of the prompt could be restored, as far as L1 and the tiers say.
 
-        Nothing is loaded, so nothing is verified: a tier may promise what it turns out not to have.
+        - Nothing is loaded, so nothing is verified: a tier may promise what it turns out not to have.
+        - A failing tier shortens the answer, it never raises; the answer comes within ``timeout_s``.
         """
         chunks = self.chunks(token_ids, RequestIdentity(salt, lora, tuple(mm_hashes)))
-        keys = [chunk.key for chunk in chunks]
-        found = {index for index, key in enumerate(keys) if self.storage.l1.contains(key)}
-        missing = [index for index in range(len(keys)) if index not in found]
-
-        async def ask(position: int) -> None:
-            adapter = self.storage.tiers[position].adapter
-            asked = [keys[index] for index in missing]
-            task = adapter.submit_lookup_and_lock_task(
-                asked, deadline=anyio.current_time() + self.storage.config.lookup_timeout_s
-            )
-            try:
-                outcomes = await task
-            except L2Error:
-                return  # the tier's own health says why; here it has nothing
-            hits = [index for index, outcome in zip(missing, outcomes, strict=True) if outcome.hit]
-            found.update(hits)
-            await adapter.submit_unlock_task([keys[index] for index in hits])
-
-        if missing:
-            async with anyio.create_task_group() as group:
-                for position in range(len(self.storage.tiers)):
-                    group.start_soon(ask, position)
-        gap = next((index for index in range(len(keys)) if index not in found), len(keys))
-        return chunks[gap - 1].end if gap else 0
+        count = await self.storage.lookup(_wanted(chunks), timeout_s=timeout_s)
+        return chunks[count - 1].end if count else 0
 
     async def retrieve(
         self,
@@ -238,10 +240,20 @@ class CacheEngine:
                     skip = max(0, skip_prefix_n_tokens - chunk.start)
                     target.scatter(chunk.start, chunk.end, obj, skip_prefix_n_tokens=skip)
 
-            await anyio.to_thread.run_sync(scatter, abandon_on_cancel=False)
+            await self._copy(scatter)
         finally:
             prefetch.release()
         return TokenRange(skip_prefix_n_tokens, ready[-1].end if ready else skip_prefix_n_tokens)
+
+    async def _copy(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which touches memory of others, in a thread of this engine; waited for, cancelled or not."""
+        if self._copies is None:  # made here because it belongs to the running loop
+            self._copies = anyio.CapacityLimiter(_MAX_COPIES)
+        await anyio.to_thread.run_sync(work, abandon_on_cancel=False, limiter=self._copies)
+
+
+def _wanted(chunks: Sequence[Chunk]) -> list[WantedChunk]:
+    return [(WantedObject(chunk.key, chunk.layout),) for chunk in chunks]
 
 
 def merge_ranges(ranges: Sequence[TokenRange]) -> list[TokenRange]:

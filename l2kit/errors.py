@@ -78,6 +78,13 @@ class ClosedError(L2Error, RuntimeError):
     """The object is used before it was opened, after it was closed, or in a forked child."""
 
 
+def first_error(error: Exception) -> Exception:
+    """Return the error itself, or the first one inside an exception group: no group crosses a public boundary."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest of ``choices``, or list them all when nothing is close."""
     known = sorted(choices)

@@ -173,7 +173,7 @@ class L1Manager:
             return leases
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Count those of ``keys`` that are readable as just read, as one prefix: its end is evicted before its start."""
+        """Count what is readable of ``keys`` as just read: of one prefix, the end is evicted before the start."""
         with self._lock:
             self._touch([key for key in keys if key in self._readable])
 
@@ -205,9 +205,7 @@ class L1Manager:
         with self._lock:
             leases = sum(len(entry.leases) for entry in (*self._readable.values(), *self._unindexed))
             writing = len(self._writing) + len(self._detached)
-            return L1Usage(
-                self._arena.capacity_bytes, self._arena.used_bytes, len(self._readable), writing, leases
-            )
+            return L1Usage(self._arena.capacity_bytes, self._arena.used_bytes, len(self._readable), writing, leases)
 
     def holds(self, older_than_s: float = 0.0) -> list[Hold]:
         """Reservations and leases that are out for longer than ``older_than_s``: a report, never a reason to free."""

@@ -1,8 +1,7 @@
-"""PrefetchController: finds the longest prefix that any tier can give and brings it into L1.
+"""PrefetchController and `Prefetch`: the longest prefix that any tier can give, brought into L1 for whoever asked.
 
-L1 answers for what it has; only the rest is asked of L2. All tiers are asked side by side under one deadline, loads
-start with the first useful answer, and a key that fails in one tier is tried in the next. The answer is the longest run
-of chunks of which every object is readable in L1, each of them leased: what was promised cannot vanish.
+The answer is the longest run of chunks of which every object is readable in L1, each of them leased: what was promised
+cannot vanish. How it is found is in `search.py`.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-import anyio
 import msgspec
 
-from l2kit.errors import BackendError, L2Error
 from l2kit.keys import ObjectKey
-from l2kit.l1 import L1Manager, ReadLease, Refusal, WriteReservation
+from l2kit.l1 import L1Manager, ReadLease
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
-from l2kit.outcomes import LoadOutcome, LoadStatus
+from l2kit.search import OWNER, Arrival, Search, whole_chunks
 from l2kit.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -80,7 +77,7 @@ class Prefetch:
     def ready_chunks(self) -> int:
         """How many chunks from the start are leased and readable in L1; final once :attr:`done`."""
         with self._lock:
-            return _whole_chunks(self.chunks, range(len(self._leases)))
+            return whole_chunks(self.chunks, range(len(self._leases)))
 
     def objects(self) -> list[MemoryObj]:
         """The readable objects of the ready chunks, in order; valid until :meth:`release`."""
@@ -132,50 +129,6 @@ class Prefetch:
             self._on_release = on_release
 
 
-class _Search:
-    """The state of one running prefetch: what is leased, what each tier said, what is on its way.
-
-    Tasks of the tiers report into it by callback; :meth:`PrefetchController.run` sleeps on :attr:`changed` in between.
-    """
-
-    def __init__(self, wanted: Sequence[WantedObject]) -> None:
-        self.wanted: Final = wanted
-        self.leases: dict[int, ReadLease] = {}  # by position in `wanted`
-        self.silent: set[Tier] = set()  # asked, not answered yet
-        self.hits: dict[Tier, set[int]] = {}  # found there, not tried yet
-        self.locked: dict[Tier, set[int]] = {}  # found there, to be unlocked at the end
-        self.loading: set[int] = set()
-        self.elsewhere: set[int] = set()  # on its way for somebody else's prefetch
-        self.hopeless: set[int] = set()
-        self.over = False
-        self.changed = anyio.Event()
-
-    def notify(self) -> None:
-        self.changed.set()
-        self.changed = anyio.Event()
-
-    def plan(self, tiers: Sequence[Tier]) -> tuple[dict[Tier, list[int]], bool]:
-        """What to load from where now, and whether the answer can still get longer. Pure.
-
-        Objects are taken from the most preferred tier that has answered with them. Planning stops at the first object
-        that is nowhere, or that only a tier that has not answered yet may have: what lies behind may not be needed.
-        """
-        loads: dict[Tier, list[int]] = {}
-        pending = False
-        for index in range(len(self.wanted)):
-            if index in self.leases:
-                continue
-            if index in self.loading or index in self.elsewhere:
-                pending = True
-                continue
-            source = next((tier for tier in tiers if index in self.hits.get(tier, ())), None)
-            if source is None or index in self.hopeless:
-                waits = index not in self.hopeless and any(tier.worth_waiting_for for tier in self.silent)
-                return loads, pending or waits or bool(loads)
-            loads.setdefault(source, []).append(index)
-        return loads, pending or bool(loads)
-
-
 class PrefetchController:
     """Runs prefetches. Loop-bound; `Prefetch` is the handle for other threads."""
 
@@ -183,8 +136,7 @@ class PrefetchController:
         """``tiers`` in the order in which they are preferred."""
         self._l1 = l1
         self._tiers = tuple(tiers)
-        self._arriving: dict[ObjectKey, set[_Search]] = {}  # loads in flight and the other searches that wait for them
-        self.running = 0
+        self._arrivals: dict[ObjectKey, Arrival] = {}
 
     def answer_from_l1(self, prefetch: Prefetch, *, even_in_part: bool) -> bool:
         """Answer at once when L1 has every object, or with what it has when ``even_in_part``. Any thread."""
@@ -192,12 +144,12 @@ class PrefetchController:
         ready = self._l1.readable_prefix(keys)
         if ready < len(keys) and not even_in_part:
             return False
-        leases = self._l1.acquire_prefix(keys, owner="prefetch")
+        leases = self._l1.acquire_prefix(keys, owner=OWNER)
         if len(leases) < len(keys) and not even_in_part:  # evicted in between
             for lease in leases:
                 lease.release()
             return False
-        prefetch.l1_chunks = _whole_chunks(prefetch.chunks, range(len(leases)))
+        prefetch.l1_chunks = whole_chunks(prefetch.chunks, range(len(leases)))
         prefetch._finish(leases)  # noqa: SLF001 - the handle's other half
         return True
 
@@ -208,212 +160,29 @@ class PrefetchController:
             prefetch: the handle to answer.
             post: runs a function on this loop from any thread.
         """
-        wanted = [w for chunk in prefetch.chunks for w in chunk]
-        search = _Search(wanted)
-        self.running += 1
+        search = self._search(prefetch.chunks, prefetch.deadline)
         prefetch._bind(partial(post, search.notify))  # noqa: SLF001 - the handle's other half
+        leases: list[ReadLease] = []
         try:
-            await self._search(search, prefetch)
+            await search.run(lambda: not prefetch.released)
         except Exception:  # an engine waits for this answer: a bug of ours becomes a shorter hit, with a trace
             _log.exception("a prefetch failed; its request is answered from what L1 has")
         finally:
-            self.running -= 1
-            prefetch._finish(self._answer(search, prefetch))  # noqa: SLF001
-
-    async def _search(self, search: _Search, prefetch: Prefetch) -> None:
-        for index, wanted in enumerate(search.wanted):
-            lease = self._l1.acquire(wanted.key, owner="prefetch")
-            if lease is not None:
-                search.leases[index] = lease
-        prefetch.l1_chunks = _whole_chunks(prefetch.chunks, search.leases)
-        missing = [index for index in range(len(search.wanted)) if index not in search.leases]
-        if not missing:
-            return
-        for tier in self._tiers:
-            if tier.worth_asking:
-                self._ask(search, tier, missing, prefetch.deadline)
-        with anyio.CancelScope(deadline=prefetch.deadline):
-            while not prefetch.released:
-                self._collect_elsewhere(search)
-                loads, promising = search.plan(self._tiers)
-                for tier, indices in loads.items():
-                    self._load(search, tier, indices, prefetch)
-                if not promising:
-                    return
-                if not loads:  # after starting loads, look again: some were refused or already here
-                    await search.changed.wait()
-            return
-        for tier in search.silent:
-            tier.overdue()
-
-    def _ask(self, search: _Search, tier: Tier, indices: Sequence[int], deadline: float) -> None:
-        keys = [search.wanted[index].key for index in indices]
-
-        def answered() -> None:
-            tier.answered()
-            search.silent.discard(tier)
+            prefetch.l1_chunks = whole_chunks(prefetch.chunks, search.found_in_l1)
+            prefetch.loaded_objects = search.loaded_objects
+            ready = whole_chunks(prefetch.chunks, search.leases)
             try:
-                outcomes = task.outcomes()
-            except L2Error as error:
-                tier.failed(error)
-                tier.counters.add("lookup_failures", len(keys))
-                search.notify()
-                return
-            hits = {index for index, outcome in zip(indices, outcomes, strict=True) if outcome.hit}
-            failure = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
-            if failure is not None:
-                tier.failed(failure)
-            elif task.state == "done":
-                tier.succeeded()
-            for outcome in outcomes:
-                tier.counters.add(
-                    {"hit": "lookup_hits", "miss": "lookup_misses"}.get(outcome.status, "lookup_failures")
-                )
-            if search.over:
-                self._unlock(search, tier, hits)
-            else:
-                search.hits[tier] = hits
-                search.locked[tier] = set(hits)
-                search.notify()
+                leases = search.finish(sum(map(len, prefetch.chunks[:ready])))
+            finally:
+                prefetch._finish(leases)  # noqa: SLF001
 
+    async def look_up(self, chunks: Sequence[WantedChunk], deadline: float) -> int:
+        """How many chunks from the start L1 and the tiers say they have; the answer comes by ``deadline``."""
+        search = self._search(chunks, deadline)
         try:
-            task = tier.adapter.submit_lookup_and_lock_task(keys, deadline=deadline)
-        except L2Error as error:  # closed, or forked
-            tier.failed(error)
-            return
-        search.silent.add(tier)
-        tier.asked()
-        task.on_ended(answered)
+            return whole_chunks(chunks, await search.look_up())
+        finally:
+            search.finish(0)
 
-    def _load(self, search: _Search, tier: Tier, indices: Sequence[int], prefetch: Prefetch) -> None:
-        reserved: list[tuple[int, WriteReservation]] = []
-        for index in indices:
-            search.hits[tier].discard(index)
-            wanted = search.wanted[index]
-            reservation = self._reserve(search, index, tier)
-            if isinstance(reservation, WriteReservation):
-                reserved.append((index, reservation))
-                continue
-            search.hits[tier].add(index)  # not tried after all
-            if reservation is Refusal.NO_MEMORY:
-                search.hopeless.add(index)
-            elif wanted.key in self._arriving:
-                self._arriving[wanted.key].add(search)
-                search.elsewhere.add(index)
-            elif (lease := self._l1.acquire(wanted.key, owner="prefetch")) is not None:
-                search.leases[index] = lease
-            else:  # the engine itself is writing it right now; its next lookup will find it
-                search.hopeless.add(index)
-        if not reserved:
-            return
-        try:
-            task = tier.adapter.submit_load_task(
-                [reservation.key for _, reservation in reserved],
-                [reservation.obj for _, reservation in reserved],
-                deadline=min(prefetch.deadline, tier.deadline()),
-            )
-        except L2Error as error:
-            for _, reservation in reserved:
-                reservation.abort()
-            tier.failed(error)
-            tier.counters.add("load_failures", len(reserved))
-            return
-        for index, reservation in reserved:
-            search.loading.add(index)
-            self._arriving[reservation.key] = set()
-
-        def completed(position: int, outcome: LoadOutcome) -> None:
-            index, reservation = reserved[position]
-            _count(tier, outcome)
-            if outcome.loaded:
-                prefetch.loaded_objects += 1
-                leases = reservation.finish(() if search.over else ("prefetch",))
-                if leases:
-                    search.leases[index] = leases[0]
-                self._arrived(search, index)
-
-        def ended() -> None:
-            # Only now has the adapter let go of the memory of what did not arrive.
-            for index, reservation in reserved:
-                reservation.abort()
-                self._arrived(search, index)
-            if task.state == "failed":
-                tier.failed(task.error or BackendError(f"{tier.name}: a load failed"))
-                tier.counters.add("load_failures", len(reserved))
-
-        task.on_outcome(completed)
-        task.on_ended(ended)
-
-    def _reserve(self, search: _Search, index: int, tier: Tier) -> WriteReservation | Refusal:
-        """Reserve memory for one object; where there is none, let go of what this search holds behind it.
-
-        What lies behind a gap is worth nothing to the answer, and what lies before it everything.
-        """
-        wanted = search.wanted[index]
-        while True:
-            answer = self._l1.reserve_write(wanted.key, wanted.layout, owner=f"load:{tier.name}")
-            last = max(search.leases, default=-1)
-            if answer is not Refusal.NO_MEMORY or last < index:
-                return answer
-            search.leases.pop(last).release()
-            search.hopeless.add(last)
-
-    def _arrived(self, search: _Search, index: int) -> None:
-        search.loading.discard(index)
-        search.notify()
-        for other in self._arriving.pop(search.wanted[index].key, ()):
-            other.notify()
-
-    def _collect_elsewhere(self, search: _Search) -> None:
-        for index in list(search.elsewhere):
-            key = search.wanted[index].key
-            if key not in self._arriving:
-                search.elsewhere.discard(index)
-                lease = self._l1.acquire(key, owner="prefetch")
-                if lease is not None:
-                    search.leases[index] = lease
-
-    def _unlock(self, search: _Search, tier: Tier, indices: Iterable[int]) -> None:
-        keys = [search.wanted[index].key for index in indices]
-        try:
-            # Nobody waits for it: the adapter runs it, and its close releases whatever is left.
-            _ = tier.adapter.submit_unlock_task(keys)
-        except L2Error as error:  # closed: its leases went with it
-            _log.debug("tier %s: %d leases went with the adapter: %s", tier.name, len(keys), error)
-
-    def _answer(self, search: _Search, prefetch: Prefetch) -> list[ReadLease]:
-        search.over = True
-        for tier, indices in search.locked.items():
-            self._unlock(search, tier, indices)
-        chunks = _whole_chunks(prefetch.chunks, search.leases)
-        objects = sum(len(chunk) for chunk in prefetch.chunks[:chunks])
-        # Leased once more as one prefix, so that the eviction order sees a prefix and not the order of arrival.
-        leases = self._l1.acquire_prefix([wanted.key for wanted in search.wanted[:objects]], owner="prefetch")
-        for lease in search.leases.values():
-            lease.release()
-        return leases
-
-
-def _whole_chunks(chunks: Sequence[WantedChunk], have: Container[int]) -> int:
-    """How many chunks from the start have all their objects in ``have`` (positions of objects)."""
-    position = 0
-    for count, chunk in enumerate(chunks):
-        if any(index not in have for index in range(position, position + len(chunk))):
-            return count
-        position += len(chunk)
-    return len(chunks)
-
-
-def _count(tier: Tier, outcome: LoadOutcome) -> None:
-    names = {
-        LoadStatus.LOADED: "loaded_objects",
-        LoadStatus.MISS: "load_misses",
-        LoadStatus.CORRUPT: "load_corrupt",
-        LoadStatus.FAILED: "load_failures",
-    }
-    tier.counters.add(names[outcome.status])
-    tier.counters.add("loaded_bytes", outcome.nbytes)
-    if outcome.status is LoadStatus.FAILED and outcome.error is not None:
-        tier.failed(outcome.error)
-    elif outcome.loaded:
-        tier.succeeded()
+    def _search(self, chunks: Sequence[WantedChunk], deadline: float) -> Search:
+        return Search(self._l1, self._tiers, self._arrivals, [item for chunk in chunks for item in chunk], deadline)

@@ -76,6 +76,10 @@ class StorageManager:
                 raise ConfigError(f"tiers: {name!r} is the name of two tiers; give each its own 'name'")
         self.tiers: Final = [Tier(adapter) for adapter in adapters]
         self.counters: Final = Counters(STORAGE_COUNTERS)
+        #: For each tier. All tiers together leave half of L1 to new objects and to loads, whatever hangs.
+        self.max_store_queue_bytes: Final = min(
+            config.max_store_queue_bytes, config.l1.max_bytes // (2 * max(1, len(adapters)))
+        )
         self._open_prefetches: set[Prefetch] = set()
         self._opened: _Opened | None = None
         self._closed = False
@@ -91,7 +95,7 @@ class StorageManager:
             for tier in self.tiers:
                 await stack.enter_async_context(tier.adapter)
             self._prefetcher = PrefetchController(self.l1, self.tiers)
-            self._store = StoreController(self.tiers, self.config.max_store_queue_bytes)
+            self._store = StoreController(self.tiers, self.max_store_queue_bytes)
             stack.callback(self._store.close)
             group = await stack.enter_async_context(anyio.create_task_group())
             self._store.start(group)
@@ -110,15 +114,20 @@ class StorageManager:
     ) -> None:
         assert self._opened is not None
         patience_s = self.config.drain_timeout_s if kind is None else 0.0  # after an error nobody waits for stores
-        with anyio.move_on_after(patience_s, shield=True) as scope:
-            await self.drain()
-        if scope.cancelled_caught:
-            _log.warning("closing: stores were still on their way after %.0f s", patience_s)
-        self._closed = True
-        self._opened.scope.cancel()
-        await self._opened.stack.__aexit__(None, None, None)
-        for prefetch in list(self._open_prefetches):  # those that never got to run
-            prefetch._finish([])  # noqa: SLF001 - the handle's other half
+        try:
+            with anyio.move_on_after(patience_s, shield=True):
+                await self.drain()
+            if not self._store.idle:
+                _log.warning("closing: stores were still on their way after %.0f s", patience_s)
+        finally:
+            self._closed = True
+            self._opened.scope.cancel()
+            try:
+                await self._opened.stack.__aexit__(None, None, None)
+            finally:
+                for prefetch in list(self._open_prefetches):  # those that never got to run
+                    prefetch._finish([])  # noqa: SLF001 - the handle's other half
+                self._open_prefetches.clear()
 
     async def drain(self) -> None:
         """Wait until everything that is readable now has been offered to every tier. Bound it from outside."""
@@ -129,6 +138,7 @@ class StorageManager:
 
     def readable_prefix(self, keys: Sequence[ObjectKey]) -> int:
         """How many objects from the start of ``keys`` are readable in L1 now. Any thread."""
+        self._check_process()
         return self.l1.readable_prefix(keys)
 
     def start_prefetch(self, chunks: Sequence[WantedChunk], *, timeout_s: float | None = None) -> Prefetch:
@@ -145,7 +155,7 @@ class StorageManager:
         timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
         prefetch = Prefetch(chunks, time.monotonic() + timeout_s)
         self.counters.add("prefetches")
-        refused = self._prefetcher.running >= self.config.max_pending_prefetches
+        refused = len(self._open_prefetches) >= self.config.max_pending_prefetches
         if refused:
             self.counters.add("prefetches_refused")
         if self._prefetcher.answer_from_l1(prefetch, even_in_part=refused or not self.tiers):
@@ -156,13 +166,32 @@ class StorageManager:
         async def run() -> None:
             try:
                 await self._prefetcher.run(prefetch, self._post)
+            except Exception:  # it must not take the workers of all other prefetches down
+                _log.exception("a prefetch could not give back what it held")
             finally:
                 self._open_prefetches.discard(prefetch)
 
-        if not self._post(lambda: opened.runner.start(run)):
+        def refuse() -> None:
             self._open_prefetches.discard(prefetch)
             prefetch._finish([])  # noqa: SLF001
+
+        # Between posting and running the manager may have been closed, and its workers with it.
+        if not self._post(lambda: refuse() if self._closed else opened.runner.start(run)):
+            refuse()
         return prefetch
+
+    async def lookup(self, chunks: Sequence[WantedChunk], *, timeout_s: float | None = None) -> int:
+        """How many chunks from the start L1 and the tiers say they have. Nothing is loaded, so nothing is verified.
+
+        - The answer comes within ``timeout_s`` (by default ``config.lookup_timeout_s``), whatever the tiers do.
+        - No lease is left when this returns, or as soon as a late tier answers.
+
+        Raises:
+            ClosedError: outside ``async with``, or in a forked child.
+        """
+        self._require_open()
+        timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
+        return await self._prefetcher.look_up(chunks, anyio.current_time() + timeout_s)
 
     def reserve_write(self, key: ObjectKey, layout: Layout, *, owner: str = "engine") -> WriteReservation | None:
         """Reserve L1 memory for a new object; None when it is there already, being written, or there is no memory.
@@ -177,18 +206,31 @@ class StorageManager:
         return None
 
     def finish_write(self, reservations: Sequence[WriteReservation]) -> None:
-        """Make filled objects readable and send them on to every tier. Any thread; returns at once."""
+        """Make filled objects readable and send them on to every tier. Any thread; returns at once.
+
+        ``reservations`` are in prompt order: tiers get the start of a prompt first, and L1 gives up its end first.
+        """
+        self._check_process()
         owners = self._store.lease_owners
-        for reservation in reservations:
-            leases = reservation.finish(owners)
+        finished = []
+        for reservation in reversed(reservations):
+            finished.append(reservation.finish(owners))
             self.counters.add("writes_finished")
-            if not self._post(lambda leases=leases: self._store.enqueue(leases)):  # type: ignore[misc]
+        finished.reverse()
+
+        def enqueue() -> None:
+            for leases in finished:
+                self._store.enqueue(leases)
+
+        if not self._post(enqueue):
+            for leases in finished:
                 for lease in leases:
                     lease.release()
 
     def status(self) -> dict[str, Any]:
         """What is going on, for people and tools; no secrets. Any thread."""
         usage = self.l1.usage()
+        queued = self._store.held_bytes()
         return {
             "l1": {name: getattr(usage, name) for name in usage.__struct_fields__} | {"evictions": self.l1.evictions},
             "storage": self.counters.snapshot(),
@@ -196,6 +238,7 @@ class StorageManager:
                 tier.name: {
                     "healthy": tier.healthy,
                     "last_error": None if tier.last_error is None else str(tier.last_error),
+                    "store_queue_bytes": queued.get(tier.name, 0),
                     **tier.counters.snapshot(),
                 }
                 for tier in self.tiers
@@ -207,14 +250,17 @@ class StorageManager:
     def _require_open(self) -> _Opened:
         if self._opened is None or self._closed:
             raise ClosedError("the storage manager is not open; use it inside 'async with open_storage(…)'")
-        if os.getpid() != self._opened.pid:
-            raise ClosedError("the storage manager was opened before a fork; open a new one in the child")
+        self._check_process()
         return self._opened
+
+    def _check_process(self) -> None:
+        if self._opened is not None and os.getpid() != self._opened.pid:
+            raise ClosedError("the storage manager was opened before a fork; open a new one in the child")
 
     def _post(self, function: Callable[[], None]) -> bool:
         """Run ``function`` on our loop soon; False when that is over."""
         opened = self._opened
-        if opened is None or self._closed:
+        if opened is None or self._closed or os.getpid() != opened.pid:
             return False
         try:
             opened.loop.call_soon_threadsafe(function, context=opened.context)

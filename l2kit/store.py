@@ -1,7 +1,7 @@
 """StoreController: brings objects that became readable in L1 to every L2 tier, off the engine's path.
 
-Each object is leased per tier before anybody can evict it. Each tier has its own queue, bounded in bytes: a tier that
-is slow or hung costs its own stores and nothing else; what does not fit is dropped and counted.
+Each object is leased per tier before anybody can evict it. What a tier may hold that way is bounded in bytes: a tier
+that is slow or hung costs its own stores and nothing else; what does not fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class _TierQueue:
         self.tier = tier
         self.max_bytes = max_bytes
         self.waiting: deque[ReadLease] = deque()
-        self.waiting_bytes = 0
+        self.held_bytes = 0  # waiting and in flight: the adapter's hold on L1
         self.in_flight = 0
         self.changed = anyio.Event()
+
+    def let_go(self, lease: ReadLease) -> None:
+        self.held_bytes -= lease.obj.nbytes
+        lease.release()
 
     def notify(self) -> None:
         self.changed.set()
@@ -43,7 +47,7 @@ class StoreController:
     """Queues and workers, one of each per tier. Loop-bound."""
 
     def __init__(self, tiers: Sequence[Tier], max_queue_bytes: int) -> None:
-        """``max_queue_bytes`` bounds each tier's queue, the batch in flight not counted."""
+        """``max_queue_bytes`` bounds what each tier has waiting and in flight."""
         self._queues = [_TierQueue(tier, max_queue_bytes) for tier in tiers]
         self._closing = False
 
@@ -57,6 +61,10 @@ class StoreController:
         """True when nothing waits and nothing is in flight."""
         return not any(queue.waiting or queue.in_flight for queue in self._queues)
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of L1 that each tier's stores hold now, by the tier's name."""
+        return {queue.tier.name: queue.held_bytes for queue in self._queues}
+
     def start(self, task_group: TaskGroup) -> None:
         """Start the workers; they end with the task group."""
         for queue in self._queues:
@@ -66,12 +74,12 @@ class StoreController:
         """Take over one lease per tier, in the order of :attr:`lease_owners`."""
         for queue, lease in zip(self._queues, leases, strict=True):
             size = lease.obj.nbytes
-            if self._closing or queue.waiting_bytes + size > queue.max_bytes:
+            if self._closing or queue.held_bytes + size > queue.max_bytes:
                 queue.tier.counters.add("store_drops")
                 lease.release()
                 continue
             queue.waiting.append(lease)
-            queue.waiting_bytes += size
+            queue.held_bytes += size
             queue.notify()
 
     async def drain(self) -> None:
@@ -86,8 +94,7 @@ class StoreController:
         for queue in self._queues:
             while queue.waiting:
                 queue.tier.counters.add("store_drops")
-                queue.waiting.popleft().release()
-            queue.waiting_bytes = 0
+                queue.let_go(queue.waiting.popleft())
             queue.notify()
 
     async def _supervise(self, queue: _TierQueue) -> None:
@@ -105,7 +112,6 @@ class StoreController:
             while not queue.waiting:
                 await queue.changed.wait()
             batch = [queue.waiting.popleft() for _ in range(min(_BATCH_OBJECTS, len(queue.waiting)))]
-            queue.waiting_bytes -= sum(lease.obj.nbytes for lease in batch)
             await self._store(queue, batch)
 
     async def _store(self, queue: _TierQueue, batch: list[ReadLease]) -> None:
@@ -114,7 +120,7 @@ class StoreController:
 
         def let_go() -> None:
             for lease in batch:
-                lease.release()
+                queue.let_go(lease)
             queue.in_flight -= len(batch)
             queue.notify()
 
@@ -126,7 +132,7 @@ class StoreController:
             let_go()
             if not isinstance(error, L2Error):
                 raise
-            tier.failed(error)
+            _failed(tier, error)
             tier.counters.add("store_failures", len(batch))
             return
         task.on_ended(let_go)  # not on a time-out: the adapter may still read the memory
@@ -148,9 +154,13 @@ def _count(tier: Tier, outcome: StoreOutcome) -> None:
     }
     tier.counters.add(names[outcome.status])
     tier.counters.add("stored_bytes", outcome.nbytes)
-    if outcome.error is not None:
-        if tier.healthy:
-            _log.warning("tier %s: a store failed: %s", tier.name, outcome.error)
-        tier.failed(outcome.error)
+    if outcome.status is StoreStatus.FAILED and outcome.error is not None:
+        _failed(tier, outcome.error)
     elif outcome.present:
-        tier.succeeded()
+        tier.succeeded("store")
+
+
+def _failed(tier: Tier, error: L2Error) -> None:
+    if tier.healthy:
+        _log.warning("tier %s: a store failed: %s", tier.name, error)
+    tier.failed("store", error)

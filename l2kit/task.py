@@ -90,7 +90,10 @@ class L2Task(Generic[OutcomeT]):
             self._outcomes[index] = outcome
             self._completed.append(index)
             if self._outcome_callback is not None:
-                self._outcome_callback(index, outcome)
+                try:
+                    self._outcome_callback(index, outcome)
+                except Exception:  # a broken callback must not fail the batch
+                    _log.exception("a callback for the outcome of a key failed")
             self._notify()
 
     def on_outcome(self, callback: Callable[[int, OutcomeT], None]) -> None:
@@ -238,6 +241,13 @@ class TaskRunner:
             await job()
             parked = _Parked()
             self._parked.append(parked)
-            await parked.ready.wait()
+            try:
+                await parked.ready.wait()
+            except BaseException:
+                if parked.job is None:
+                    self._parked.remove(parked)  # or the next job would go to a worker that is gone
+                else:
+                    await parked.job()  # it was handed over already: it must see the cancellation and clean up
+                raise
             assert parked.job is not None
             job = parked.job

@@ -82,11 +82,10 @@ class Tier:
         self._errors.pop(work, None)
         self._errors[work] = error
 
-    def overdue(self, work: Work) -> None:
+    def overdue(self, work: Work, error: L2Error | None = None) -> None:
         """The backend gave nothing by the deadline: besides its health, this costs it the patience of others."""
         self._overdue.add(work)
-        if work not in self._errors:
-            self.failed(work, BackendTimeoutError(f"{self.name}: no answer to a {work} by the deadline"))
+        self.failed(work, error or BackendTimeoutError(f"{self.name}: no answer to a {work} by the deadline"))
 
     def deadline(self) -> float:
         """When work without a deadline of its own must end."""

@@ -1,4 +1,4 @@
-"""Tiers that are slow, hung, lying, failing or damaged on command, and what the tests of the storage share around them."""
+"""Tiers that are slow, hung, lying, failing or damaged on command, and what the storage tests share around them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
 from l2kit.memory_adapter import MemoryAdapter, MemoryConfig
 from l2kit.outcomes import StoreStatus
-from l2kit.registry import ADAPTERS, CODECS, POLICIES, Registry
 from l2kit.prefetch import WantedChunk, WantedObject
+from l2kit.registry import ADAPTERS, CODECS, POLICIES, Registry
 from l2kit.storage_manager import StorageManager, open_storage
 
 Hook = Literal["lookup", "load", "store", "release", "open"]
@@ -42,11 +42,15 @@ class OddAdapter(MemoryAdapter):
     """A `MemoryAdapter` whose hooks can be held up and made to fail while it runs."""
 
     config_type = OddConfig
-    config: OddConfig
+
+    @property
+    def _options(self) -> OddConfig:
+        assert isinstance(self.config, OddConfig)
+        return self.config
 
     async def open(self) -> None:
         await super().open()
-        if self.config.broken:
+        if self._options.broken:
             raise BackendError(f"{self.name}: broken on purpose")
         self.hung: set[Hook] = set()  # waits for `gate`, cancellable
         self.stuck: set[Hook] = set()  # waits for `thread_gate` in a thread that nothing can cancel
@@ -61,11 +65,11 @@ class OddAdapter(MemoryAdapter):
         self.waiting: Counter[str] = Counter()
         self.loads: Counter[ObjectKey] = Counter()
         self.order: list[ObjectKey] = []  # of stores
-        if self.config.shelf is not None:
-            self._objects = _SHELVES.setdefault(self.config.shelf, OrderedDict())
+        if self._options.shelf is not None:
+            self._objects = _SHELVES.setdefault(self._options.shelf, OrderedDict())
 
     async def close(self) -> None:
-        if self.config.shelf is not None:
+        if self._options.shelf is not None:
             self._objects = OrderedDict()
         await super().close()
 
@@ -112,7 +116,8 @@ class OddAdapter(MemoryAdapter):
                 await self.gate.wait()
             if hook in self.stuck:
                 await self.run_in_thread(self.thread_gate.wait)
-            await anyio.sleep(self.delay_s.get(hook, 0.0))
+            if hook in self.delay_s:
+                await anyio.sleep(self.delay_s[hook])
         finally:
             self.waiting[hook] -= 1
         error = self.failing_keys.get(key) if key is not None else None

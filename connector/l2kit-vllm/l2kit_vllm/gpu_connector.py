@@ -165,7 +165,7 @@ class GPUConnector:
             return self._cuda.gather(spans, ready, native=native)
         if self._host is not None:
             for span in spans:
-                (self._host.gather_native if native else self._host.gather_canonical)(span)
+                self._host.gather(span, native=native)
         return Transfer()
 
     def scatter_many(self, chunks: Sequence[Chunk], *, ready: torch.cuda.Event | None = None) -> Transfer:
@@ -183,7 +183,7 @@ class GPUConnector:
             return self._cuda.scatter(spans, ready, native=native)
         if self._host is not None:
             for span in spans:
-                (self._host.scatter_native if native else self._host.scatter_canonical)(span)
+                self._host.scatter(span, native=native)
         return Transfer()
 
     def copy_pages(

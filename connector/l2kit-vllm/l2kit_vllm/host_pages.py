@@ -1,116 +1,24 @@
 """Copies between pages in host memory and objects, with numpy on views of the tensors' own storage.
 
 numpy and not torch: these copies run in I/O threads beside a busy engine, where torch's OpenMP kernels lose by a
-factor of fifty to their own barrier. One call moves many pages where their bytes allow it; that call releases the GIL.
+factor of fifty to their own barrier. What is to be copied is planned as a list of moves, as few and as large as the
+arrangement allows: a call by itself costs as much as the copy of a small model's layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from l2kit_vllm.object_bytes import ObjectBytes, Span
 from l2kit_vllm.page_geometry import LayerMap, PageShape, Strided, dense_plane, split_tokens
+from l2kit_vllm.page_moves import Ids, Move, PartMove, Plane, PlaneMove, RunMove, Runs, run_sets
 
-_Array = npt.NDArray[Any]
-_Ids = npt.NDArray[np.int64]
-
-
-class _Runs:
-    """The contiguous runs of one layer's pages; read and written for many pages at a time."""
-
-    __slots__ = ("_rows", "_steps", "_view", "length")
-
-    def __init__(self, storage: _Array, runs: Strided) -> None:
-        _, count, length = runs.shape
-        page_step, run_step, _ = runs.strides
-        self.length: Final = count * length
-        self._view = np.ndarray(runs.shape, np.uint8, storage, runs.offset, runs.strides)
-        self._rows: _Array | None = None
-        self._steps = (page_step // length, np.arange(count, dtype=np.int64) * (run_step // length))
-        if page_step % length == 0 and run_step % length == 0:
-            # Equal rows from the first page on, as one contiguous array: np.take would copy a strided one whole.
-            tail = storage[runs.offset :]
-            self._rows = tail[: len(tail) // length * length].reshape(-1, length)
-
-    def read(self, pages: _Ids, out: _Array) -> None:
-        """Fill ``out``, ``len(pages) * length`` contiguous bytes."""
-        if self._rows is not None:
-            rows = out.reshape(-1, self._rows.shape[1])
-            np.take(self._rows, self._indices(pages), axis=0, out=rows, mode="clip")  # "raise" copies out twice
-            return
-        for target, page in zip(out.reshape(len(pages), *self._view.shape[1:]), pages.tolist(), strict=True):
-            target[...] = self._view[page]
-
-    def write(self, pages: _Ids, data: _Array) -> None:
-        """Store ``len(pages) * length`` contiguous bytes."""
-        if self._rows is not None:
-            self._rows[self._indices(pages)] = data.reshape(-1, self._rows.shape[1])
-            return
-        for source, page in zip(data.reshape(len(pages), *self._view.shape[1:]), pages.tolist(), strict=True):
-            self._view[page] = source
-
-    def _indices(self, pages: _Ids) -> _Ids:
-        page_step, run_steps = self._steps
-        return (pages[:, None] * page_step + run_steps).ravel()
-
-
-class _Plane:
-    """K, V or the latent of one layer, token by token."""
-
-    __slots__ = ("_dense", "_tokens", "_view")
-
-    def __init__(self, storage: _Array, plane: Strided, itemsize: int) -> None:
-        dtype = np.dtype(f"u{itemsize}")
-        self._view = np.ndarray(plane.shape, dtype, storage, plane.offset, plane.strides)
-        self._tokens = plane.shape[1] * plane.shape[2]
-        self._dense: _Runs | None = None
-        if dense_plane(plane, itemsize):
-            nbytes = self._tokens * plane.shape[3] * plane.shape[4] * plane.shape[5] * itemsize
-            run = Strided(plane.offset, (plane.shape[0], 1, nbytes), (plane.strides[0], 0, 1))
-            self._dense = _Runs(storage, run)
-
-    def read(self, pages: _Ids, start: int, stop: int, out: _Array) -> None:
-        """Fill ``out``, contiguous bytes, with tokens ``[start, stop)`` of a run of pages."""
-        self._move(pages, start, stop, out, into_pages=False)
-
-    def write(self, pages: _Ids, start: int, stop: int, data: _Array) -> None:
-        """Store tokens ``[start, stop)`` of a run of pages; every other token keeps its bytes."""
-        self._move(pages, start, stop, data, into_pages=True)
-
-    def at(self, page: int, start: int, stop: int) -> tuple[_Array, tuple[_Ids, _Ids]]:
-        """One page's view, and the index in it of tokens ``[start, stop)``."""
-        tokens = np.arange(start, stop, dtype=np.int64)
-        n1, n0 = np.divmod(tokens, self._view.shape[2])
-        return self._view[page], (n1, n0)
-
-    def _move(self, pages: _Ids, start: int, stop: int, data: _Array, *, into_pages: bool) -> None:
-        inner = self._view.shape[1:]
-        typed = data.reshape(stop - start, -1).view(self._view.dtype)
-        for piece in split_tokens(start, stop, self._tokens):
-            ids = pages[piece.page : piece.page + piece.count]
-            whole = piece.stop - piece.start == self._tokens
-            part = typed[piece.at : piece.at + piece.count * (piece.stop - piece.start)]
-            if whole and self._dense is not None:
-                flat = part.reshape(-1).view(np.uint8)
-                (self._dense.write if into_pages else self._dense.read)(ids, flat)
-            elif whole:
-                for tokens, page in zip(part.reshape(piece.count, *inner), ids.tolist(), strict=True):
-                    if into_pages:
-                        self._view[page] = tokens
-                    else:
-                        tokens[...] = self._view[page]
-            else:
-                view, index = self.at(int(ids[0]), piece.start, piece.stop)
-                tokens = part.reshape(-1, *inner[2:])
-                if into_pages:
-                    view[index] = tokens
-                else:
-                    tokens[...] = view[index]
+_ALL: Final = slice(None)
 
 
 class HostPages:
@@ -120,60 +28,96 @@ class HostPages:
         """``tensors[i]`` holds the storage of ``maps[i]``; their memory stays alive as long as this object."""
         storages = [storage_bytes(tensor).numpy() for tensor in tensors]
         self._shape = shape
-        self.runs = [_Runs(data, layer.runs) for data, layer in zip(storages, maps, strict=True)]
-        self._planes = [
-            [_Plane(data, layer.planes[k], shape.itemsize) for data, layer in zip(storages, maps, strict=True)]
-            for k in range(shape.planes)
-        ]
+        self._layers = len(maps)
+        self.runs: Final = run_sets(storages, [layer.runs for layer in maps])
+        self._planes: list[list[Plane]] = []
+        self._dense: list[list[Runs]] = []  # of each plane; empty where its pages are not in token order
+        for k in range(shape.planes):
+            planes = [layer.planes[k] for layer in maps]
+            self._planes.append([Plane(data, p, shape.itemsize) for data, p in zip(storages, planes, strict=True)])
+            size = math.prod(planes[0].shape[1:]) * shape.itemsize
+            whole = [Strided(p.offset, (p.shape[0], 1, size), (p.strides[0], 0, 1)) for p in planes]
+            self._dense.append(run_sets(storages, whole) if dense_plane(planes[0], shape.itemsize) else [])
 
-    def gather_native(self, span: Span) -> None:
-        """Copy whole pages into the object: ``[layer, page, byte]``."""
-        data, size = ObjectBytes(span.obj), len(span.pages) * self._shape.nbytes
-        for index, runs in enumerate(self.runs):
-            with data.writing(index * size, size) as out:
-                runs.read(span.pages, out)
+    def gather(self, span: Span, *, native: bool) -> None:
+        """Copy the span's tokens into its object."""
+        data = ObjectBytes(span.obj)
+        for offset, nbytes, move in self._native(span) if native else self._canonical(span):
+            pieces = data.pieces(offset, nbytes)
+            if len(pieces) == 1:
+                move.read(pieces[0])
+                continue
+            whole, at = np.empty(nbytes, np.uint8), 0
+            move.read(whole)
+            for piece in pieces:
+                piece[...] = whole[at : at + len(piece)]
+                at += len(piece)
 
-    def scatter_native(self, span: Span) -> None:
-        """Copy the object's pages into ours from token ``span.skip`` on; a page cut by it is written in part."""
-        data, page_tokens, nbytes = ObjectBytes(span.obj), self._shape.tokens, self._shape.nbytes
-        size = len(span.pages) * nbytes
-        first, inside = divmod(span.skip, page_tokens)
-        for index, runs in enumerate(self.runs):
-            source = data.read(index * size + first * nbytes, size - first * nbytes)
-            if inside:
-                self._write_part(index, int(span.pages[first]), inside, source[:nbytes])
-                source = source[nbytes:]
-            if len(source):
-                runs.write(span.pages[first + bool(inside) :], source)
-
-    def gather_canonical(self, span: Span) -> None:
-        """Copy tokens into the object: ``[plane, layer, token, head, element]``."""
-        data, size = ObjectBytes(span.obj), span.obj.nbytes // (len(self._planes) * len(self.runs))
-        for index, plane in enumerate(plane for planes in self._planes for plane in planes):
-            with data.writing(index * size, size) as out:
-                plane.read(span.pages, span.first, span.first + span.tokens, out)
-
-    def scatter_canonical(self, span: Span) -> None:
+    def scatter(self, span: Span, *, native: bool) -> None:
         """Copy the object's tokens from ``span.skip`` on into their slots."""
-        data, size = ObjectBytes(span.obj), span.obj.nbytes // (len(self._planes) * len(self.runs))
-        skipped = size // span.tokens * span.skip
-        for index, plane in enumerate(plane for planes in self._planes for plane in planes):
-            source = data.read(index * size + skipped, size - skipped)
-            plane.write(span.pages, span.first + span.skip, span.first + span.tokens, source)
+        data = ObjectBytes(span.obj)
+        for offset, nbytes, move in self._native(span) if native else self._canonical(span):
+            pieces = data.pieces(offset, nbytes)
+            move.write(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
 
-    def copy_from(self, other: HostPages, source: _Ids, target: _Ids) -> None:
+    def copy_from(self, other: HostPages, source: Ids, target: Ids) -> None:
         """Copy pages of ``other`` (or of ourselves) to our pages, as if all of them were read before one is written."""
-        for ours, theirs in zip(self.runs, other.runs, strict=True):
-            pages = np.empty(len(source) * theirs.length, np.uint8)
-            theirs.read(source, pages)
-            ours.write(target, pages)
+        for layer in range(self._layers):
+            ours, theirs = _of_layer(self.runs, layer), _of_layer(other.runs, layer)
+            pages = np.empty(len(source) * theirs[0].nbytes, np.uint8)
+            theirs[0].read(source, theirs[1], pages)
+            ours[0].write(target, ours[1], pages)
 
-    def _write_part(self, layer: int, page: int, start: int, native: _Array) -> None:
-        packed = self._shape.native_map(1)
-        for k, plane in enumerate(packed.planes):
-            source, index = _Plane(native, plane, self._shape.itemsize).at(0, start, self._shape.tokens)
-            target, _ = self._planes[k][layer].at(page, start, self._shape.tokens)
-            target[index] = source[index]
+    def _native(self, span: Span) -> Iterator[tuple[int, int, Move]]:
+        """Plan a native object, ``[layer, page, byte]``: (offset in it, bytes, move)."""
+        nbytes = self._shape.nbytes
+        size = len(span.pages) * nbytes
+        if not span.skip:
+            at = 0
+            for runs in self.runs:
+                yield at, runs.layers * size, RunMove(runs, span.pages, _ALL)
+                at += runs.layers * size
+            return
+        first, inside = divmod(span.skip, self._shape.tokens)
+        packed = self._shape.native_map(1).planes
+        rest = span.pages[first + bool(inside) :]
+        for layer in range(self._layers):
+            at = layer * size + first * nbytes
+            if inside:
+                planes = [planes[layer] for planes in self._planes]
+                yield at, nbytes, PartMove(planes, packed, int(span.pages[first]), inside)
+                at += nbytes
+            if len(rest):
+                yield at, len(rest) * nbytes, _run_move(self.runs, layer, rest)
+
+    def _canonical(self, span: Span) -> Iterator[tuple[int, int, Move]]:
+        """Plan a canonical object, ``[plane, layer, token, head, element]``: (offset in it, bytes, move)."""
+        size = span.obj.nbytes // (len(self._planes) * self._layers)
+        row, page_tokens = size // span.tokens, self._shape.tokens
+        pieces = list(split_tokens(span.first + span.skip, span.first + span.tokens, page_tokens))
+        whole_pages = len(pieces) == 1 and pieces[0].stop - pieces[0].start == page_tokens and not span.skip
+        for k, dense in enumerate(self._dense):
+            if whole_pages and len(dense) == 1:
+                yield k * self._layers * size, self._layers * size, RunMove(dense[0], span.pages, _ALL)
+                continue
+            for layer, plane in enumerate(self._planes[k]):
+                start = (k * self._layers + layer) * size + span.skip * row
+                for piece in pieces:
+                    tokens = piece.stop - piece.start
+                    pages = span.pages[piece.page : piece.page + piece.count]
+                    move: Move = PlaneMove(plane, pages, piece.start, piece.stop)
+                    if dense and tokens == page_tokens:
+                        move = _run_move(dense, layer, pages)
+                    yield start + piece.at * row, piece.count * tokens * row, move
+
+
+def _of_layer(sets: Sequence[Runs], layer: int) -> tuple[Runs, slice]:
+    return (sets[0], slice(layer, layer + 1)) if len(sets) == 1 else (sets[layer], _ALL)
+
+
+def _run_move(sets: Sequence[Runs], layer: int, pages: Ids) -> RunMove:
+    runs, layers = _of_layer(sets, layer)
+    return RunMove(runs, pages, layers)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

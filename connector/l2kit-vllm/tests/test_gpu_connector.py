@@ -62,12 +62,11 @@ class Pool:
 
     @property
     def bytes(self) -> Bytes:
-        return self.storage.numpy()
+        return np.asarray(self.storage.numpy())
 
     @property
     def elements(self) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = self.bytes.view(f"u{self.layout.page.itemsize}")
-        return found
+        return self.bytes.view(np.dtype(f"u{self.layout.page.itemsize}"))
 
     def token_slots(self, block_ids: list[int], start: int, end: int) -> Ints:
         """Elements of tokens in canonical order: plane, layer, token, head, element; flat."""

@@ -160,7 +160,9 @@ class FileAdapter(L2Adapter[FileConfig]):
         return self._directory
 
     async def _read(self, function: Callable[[], ResultT]) -> ResultT:
-        """Run a hook that the base does not translate errors for."""
+        """Run what the base neither guards against use after closing nor translates errors for."""
+        if self._state != "open":
+            raise ClosedError(f"{self.name}: the adapter is {self._state}; use it inside 'async with'")
         try:
             return await self.run_in_thread(function)
         except OSError as error:

@@ -9,8 +9,9 @@ import msgspec
 from l2kit.config import AdapterConfig, PositiveInt
 from l2kit.errors import ConfigError
 
-#: Three octal digits as ``chmod`` takes them. Text, because a decimal 640 would silently be another mode.
-FileMode = Annotated[str, msgspec.Meta(pattern=r"^0?[0-7]{3}$")]
+#: Three octal digits as ``chmod`` takes them; the owner must read and write. Text, because a decimal 640 would silently
+#: be another mode.
+FileMode = Annotated[str, msgspec.Meta(pattern=r"^0?[67][0-7]{2}$")]
 
 
 class FileConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

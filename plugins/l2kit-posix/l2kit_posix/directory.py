@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import threading
@@ -30,7 +31,9 @@ from l2kit_posix.scan import Folder, list_folder, object_folders
 from l2kit_posix.staging import Staging, make_folder, sweep
 from l2kit_posix.vectors import read_file, write_file
 
+_EVENTS: Final = ("evicted", "evicted_bytes", "orphans_swept", "lease_limit", "touch_failed")
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_log = logging.getLogger(__name__)
 
 
 class ObjectDirectory:
@@ -48,7 +51,7 @@ class ObjectDirectory:
         """Does no I/O. ``checkpoint`` is called between pieces of long work and may raise to stop it."""
         self.root: Final = os.path.normpath(config.path)
         self.objects: Final = f"{self.root}/objects"
-        self.events: Final[Counter[str]] = Counter()
+        self.events: Final = Counter(dict.fromkeys(_EVENTS, 0))
         self._events_lock: Final = threading.Lock()
         self._checkpoint: Final = checkpoint
         self._file_mode: Final = config.file_mode_bits
@@ -277,7 +280,7 @@ class ObjectDirectory:
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
-            self._count("lease_limit", 1)
+            self._unlockable()
             return None
         if found is None:
             self._absent(key, path)
@@ -285,7 +288,7 @@ class ObjectDirectory:
         opened, status = found
         try:
             if not self._leases.add(key, opened):
-                self._count("lease_limit", 1)
+                self._unlockable()
                 return None
         finally:
             self._leases.give_back(opened)
@@ -309,13 +312,14 @@ class ObjectDirectory:
     def _used(self, key: ObjectKey, path: str, size: int) -> None:
         now_ns = self._index.now_ns()
         due = self._index.touch(key, size, now_ns)
-        if due:
-            self._save_use(path, now_ns)
-        elif due is None:  # another process wrote or replaced it: from now on it counts
+        if due is None:  # another process wrote or replaced it: from now on it counts
             with self._eviction.lock_of(key), suppress(OSError):
                 status = _status(path)
                 if status is not None:
                     self._index.put(key, status.st_size, status.st_mtime_ns)
+                    due = self._index.touch(key, status.st_size, now_ns)
+        if due:
+            self._save_use(path, now_ns)
 
     def _absent(self, key: ObjectKey, path: str) -> None:
         """Mend the index after a miss, unless a store has just put the object there."""
@@ -331,6 +335,15 @@ class ObjectDirectory:
             pass
         except OSError:  # another user's file: only the order of eviction after a restart suffers
             self._count("touch_failed", 1)
+
+    def _unlockable(self) -> None:
+        if not self.events["lease_limit"]:
+            _log.warning(
+                "%s: no file descriptor is left to lock another object with; lookups report it as a miss. "
+                "Raise max_open_files or the limit of the process (ulimit -n).",
+                self.root,
+            )
+        self._count("lease_limit", 1)
 
     def _count(self, event: str, number: int) -> None:
         with self._events_lock:

@@ -182,6 +182,7 @@ def test_index_times_are_never_equal() -> None:
         ("file:///cache?max_bytes=0", "max_bytes"),
         ("file:///cache?max_bytes=10GB10", "max_bytes"),
         ("file:///cache?file_mode=rw", "file_mode"),
+        ("file:///cache?file_mode=044", "file_mode"),
         ("file:///cache?max_open_files=0", "max_open_files"),
     ],
 )

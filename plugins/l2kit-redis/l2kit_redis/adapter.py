@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -154,8 +155,8 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         Raises:
             L2Error: it failed.
         """
-        left_s = min(anyio.current_effective_deadline() - anyio.current_time(), self.config.timeout_s)
-        deadline = time.monotonic() + left_s
+        left_s = anyio.current_effective_deadline() - anyio.current_time()  # two clocks: the loop's and a thread's
+        deadline = time.monotonic() + (left_s if left_s < math.inf else self.config.timeout_s)
 
         def run() -> ResultT:
             patience = Patience(deadline, self.config.socket_limit_s, anyio.from_thread.check_cancelled)

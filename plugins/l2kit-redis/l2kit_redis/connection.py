@@ -42,6 +42,7 @@ class Connection:
 
     def begin(self, patience: Patience) -> None:
         """Start a conversation that may take as long as ``patience`` allows."""
+        patience.moved()
         self._stream.patience = patience
         self._stream.received = 0
 

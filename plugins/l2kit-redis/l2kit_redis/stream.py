@@ -138,7 +138,8 @@ class Stream:
     def abort(self) -> None:
         """Make a blocked or later call of the owning thread fail at once. From any thread; does not block."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own: that one drops its TLS state, and the owner would read ciphertext as an answer.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket, without waiting for the peer."""

@@ -13,23 +13,34 @@ from l2kit.testing.servers import RespServer, redis_server, valkey_server
 __all__ = ["redis_server", "valkey_server"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marks where the repository's own configuration is not at hand."""
+    config.addinivalue_line("markers", "service: needs a Redis or Valkey server")
+    config.addinivalue_line("markers", "slow: takes more than a second or two")
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(autouse=True)
+def thread_and_file_check() -> Iterator[None]:
+    with no_leaked_threads_or_files():
+        yield
+
+
 @pytest.fixture
-async def task_leak_check() -> AsyncIterator[None]:
+async def task_check(thread_and_file_check: None) -> AsyncIterator[None]:
     async with no_leaked_tasks():
         yield
 
 
 @pytest.fixture(autouse=True)
-def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    with no_leaked_threads_or_files():
-        if "anyio_backend" in request.fixturenames:
-            request.getfixturevalue("task_leak_check")
-        yield
+def leak_check(request: pytest.FixtureRequest, thread_and_file_check: None) -> None:
+    """Check tasks too where there is an event loop; only then can an async fixture be asked for."""
+    if "anyio_backend" in request.fixturenames:
+        request.getfixturevalue("task_check")
 
 
 @pytest.fixture

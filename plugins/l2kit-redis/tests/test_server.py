@@ -1,0 +1,451 @@
+"""Real servers that refuse, fill up, freeze, die and come back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import l2kit
+from l2kit import Layout, LoadStatus, MemoryObj, ObjectKey, StoreStatus
+from l2kit.errors import (
+    AuthError,
+    BackendBusyError,
+    BackendError,
+    BackendTimeoutError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    TransientBackendError,
+)
+from l2kit.testing.servers import RespServer, ServerError, free_port, run_server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.service]
+
+SECRET = "xyzzy-open-sesame"
+SLACK_S = 0.5
+
+
+def key(number: int) -> ObjectKey:
+    return ObjectKey("server", number.to_bytes(8, "little") * 2)
+
+
+def source(data: bytes) -> MemoryObj:
+    return MemoryObj.wrap(data, Layout.raw(len(data)))
+
+
+def blank(nbytes: int) -> MemoryObj:
+    return MemoryObj.wrap(bytearray(nbytes), Layout.raw(nbytes))
+
+
+@pytest.fixture
+def url(redis_server: RespServer, prefix: str) -> str:
+    return f"{redis_server.url()}?key_prefix={prefix}"
+
+
+@pytest.fixture
+def own_server() -> Iterator[RespServer]:
+    with run_server("redis") as server:
+        if not server.manageable:
+            pytest.skip("needs a server that may be stopped")
+        yield server
+
+
+async def opening_error(url: str, **options: Any) -> BaseException:
+    """What opening raises; it holds no secret, neither itself nor what it was raised from."""
+    with pytest.raises(l2kit.L2Error) as caught:
+        async with l2kit.open_adapter(url, **options):
+            pass
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    return caught.value
+
+
+# --- opening ------------------------------------------------------------------------------------------------
+
+
+async def test_a_wrong_password_is_an_error_at_start_up(redis_server: RespServer) -> None:
+    error = await opening_error(f"redis://:{SECRET}@{redis_server.host}:{redis_server.port}")
+    assert isinstance(error, AuthError)
+    assert "password" in str(error)
+
+
+async def test_a_missing_password_is_an_error_at_start_up(redis_server: RespServer) -> None:
+    error = await opening_error(f"redis://{redis_server.host}:{redis_server.port}")
+    assert isinstance(error, AuthError)
+    assert "password_file" in str(error)
+
+
+async def test_a_password_for_a_server_without_one(prefix: str) -> None:
+    with run_server("redis", requirepass="") as server:
+        error = await opening_error(f"redis://:{SECRET}@{server.host}:{server.port}")
+    assert isinstance(error, AuthError)
+    assert "requirepass" in str(error)
+
+
+async def test_a_dead_server_is_an_error_at_start_up() -> None:
+    port = free_port()
+    error = await opening_error(f"redis://:{SECRET}@127.0.0.1:{port}")
+    assert isinstance(error, TransientBackendError)
+    assert f"127.0.0.1:{port}" in str(error)
+    assert "host and port" in str(error)
+
+
+async def test_a_missing_socket_is_an_error_at_start_up(tmp_path: Path) -> None:
+    error = await opening_error(f"redis+unix://{tmp_path}/none.sock")
+    assert isinstance(error, BackendError)
+    assert f"{tmp_path}/none.sock" in str(error)
+
+
+async def test_a_host_that_does_not_exist_is_an_error_at_start_up() -> None:
+    error = await opening_error("redis://no-such-host.invalid", connect_timeout_s=2)
+    assert isinstance(error, TransientBackendError)
+    assert "no-such-host.invalid" in str(error)
+
+
+async def test_a_frozen_server_is_an_error_at_start_up(own_server: RespServer) -> None:
+    own_server.pause()
+    started = time.monotonic()
+    error = await opening_error(own_server.url(), socket_timeout_s=0.3)
+    assert isinstance(error, BackendTimeoutError)
+    assert time.monotonic() - started < 0.3 + SLACK_S
+
+
+async def test_a_database_that_the_server_does_not_have(redis_server: RespServer) -> None:
+    error = await opening_error(f"{redis_server.url()}/99999")
+    assert isinstance(error, ConfigError)
+    assert "db" in str(error)
+
+
+async def test_a_host_name_is_resolved(redis_server: RespServer, prefix: str) -> None:
+    url = redis_server.url().replace("127.0.0.1", "localhost")
+    async with l2kit.open_adapter(f"{url}?key_prefix={prefix}") as adapter:
+        assert (await adapter.probe()).ok
+
+
+async def test_the_password_may_come_from_elsewhere(
+    redis_server: RespServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = f"redis://{redis_server.host}:{redis_server.port}?key_prefix={prefix}"
+    (tmp_path / "password").write_text(f"{redis_server.password}\n")
+    async with l2kit.open_adapter(where, password_file=str(tmp_path / "password")) as adapter:
+        assert (await adapter.probe()).ok
+    monkeypatch.setenv("L2KIT_TEST_PASSWORD", redis_server.password or "")
+    async with l2kit.open_adapter(where, password_env="L2KIT_TEST_PASSWORD") as adapter:
+        assert (await adapter.probe()).ok
+
+
+# --- permissions ----------------------------------------------------------------------------------------------
+
+
+async def test_an_acl_user_with_the_documented_rights_can_do_everything(
+    redis_server: RespServer, prefix: str
+) -> None:
+    name = f"user-{os.urandom(4).hex()}"
+    commands = ["+ping", "+select", "+get", "+set", "+strlen", "+unlink", "+scan", "+info"]
+    redis_server.command("ACL", "SETUSER", name, "on", f">{SECRET}", f"~{prefix}*", "-@all", *commands)
+    try:
+        where = f"redis://{name}:{SECRET}@{redis_server.host}:{redis_server.port}/0?key_prefix={prefix}"
+        async with l2kit.open_adapter(where, db=1) as adapter:
+            assert (await adapter.probe()).ok
+            assert [info async for info in adapter.iter_keys()] == []
+            assert (await adapter.usage()).used_bytes > 0
+    finally:
+        redis_server.command("ACL", "DELUSER", name)
+
+
+async def test_what_a_user_may_not_do_is_an_error_and_no_miss(redis_server: RespServer, prefix: str) -> None:
+    name = f"user-{os.urandom(4).hex()}"
+    redis_server.command("ACL", "SETUSER", name, "on", f">{SECRET}", "~elsewhere:*", "+@all")
+    try:
+        where = f"redis://{name}:{SECRET}@{redis_server.host}:{redis_server.port}?key_prefix={prefix}"
+        async with l2kit.open_adapter(where) as adapter:
+            with pytest.raises(AuthError):
+                await adapter.submit_lookup_and_lock_task([key(1), key(2)])
+            [stored] = await adapter.submit_store_task([key(1)], [source(b"x" * 1000)])
+            [loaded] = await adapter.submit_load_task([key(1)], [blank(1000)])
+            [deleted] = await adapter.submit_delete_task([key(1)])
+            for outcome in (stored, loaded, deleted):
+                assert outcome.status == "failed"
+                assert isinstance(outcome.error, AuthError)
+                assert SECRET not in repr(outcome)
+    finally:
+        redis_server.command("ACL", "DELUSER", name)
+
+
+async def test_a_rotated_password_needs_no_restart(own_server: RespServer, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(own_server.password or "")
+    where = f"redis://{own_server.host}:{own_server.port}"
+    async with l2kit.open_adapter(where, password_file=str(file)) as adapter:
+        assert (await adapter.probe()).ok
+        own_server.command("CONFIG", "SET", "requirepass", SECRET)
+        file.write_text(SECRET)
+        # A server lets those in who are in: throw them out.
+        with socket.create_connection((own_server.host, own_server.port)) as client:
+            client.sendall(f"AUTH {SECRET}\r\nCLIENT KILL TYPE normal\r\n".encode())
+            assert client.recv(1000)
+        assert (await adapter.probe()).ok
+        with socket.create_connection((own_server.host, own_server.port)) as client:
+            client.sendall(f"AUTH {SECRET}\r\nCONFIG SET requirepass {own_server.password}\r\n".encode())
+            assert client.recv(1000)
+
+
+# --- a server in trouble ----------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_dies_between_lookup_and_load_and_comes_back(own_server: RespServer) -> None:
+    async with l2kit.open_adapter(own_server.url()) as adapter:
+        keys, data = [key(n) for n in range(8)], [os.urandom(50_000) for _ in range(8)]
+        assert all(o.present for o in await adapter.submit_store_task(keys, [source(d) for d in data]))
+        found = await adapter.submit_lookup_and_lock_task(keys)
+        assert all(outcome.hit for outcome in found)
+        own_server.kill()
+        outcomes = await adapter.submit_load_task(keys, [blank(50_000) for _ in keys])
+        assert {outcome.status for outcome in outcomes} == {LoadStatus.FAILED}
+        assert all(isinstance(outcome.error, TransientBackendError) for outcome in outcomes)
+        with pytest.raises(TransientBackendError):
+            await adapter.submit_lookup_and_lock_task(keys)
+        own_server.start()
+        found = await adapter.submit_lookup_and_lock_task(keys)
+        assert not any(outcome.hit for outcome in found), "the server came back empty"
+        assert all(o.present for o in await adapter.submit_store_task(keys, [source(d) for d in data]))
+        targets = [blank(50_000) for _ in keys]
+        assert all(outcome.loaded for outcome in await adapter.submit_load_task(keys, targets))
+        assert [target.tobytes() for target in targets] == data
+
+
+async def test_a_restart_between_two_batches_goes_unnoticed(own_server: RespServer) -> None:
+    async with l2kit.open_adapter(own_server.url()) as adapter:
+        for _ in range(3):
+            own_server.stop()
+            own_server.start()
+            [stored] = await adapter.submit_store_task([key(1)], [source(b"again")])
+            assert stored.status is StoreStatus.STORED
+            own_server.kill()
+            own_server.start()
+            [deleted] = await adapter.submit_delete_task([key(1)])
+            assert deleted.error is None
+
+
+async def test_a_kill_in_the_middle_of_traffic(own_server: RespServer) -> None:
+    nbytes, numbers = 300_000, range(24)
+    content = {number: os.urandom(nbytes) for number in numbers}
+    async with l2kit.open_adapter(own_server.url(), timeout_s=2) as adapter:
+        keys = [key(number) for number in numbers]
+        sources = [source(content[number]) for number in numbers]
+        for _ in range(2):
+            storing = adapter.submit_store_task(keys, sources)
+            targets = [blank(nbytes) for _ in keys]
+            loading = adapter.submit_load_task(keys, targets)
+            while not any([outcome async for _, outcome in _first(storing)]):
+                pass
+            started = anyio.current_time()
+            own_server.kill()
+            stored, loaded = await storing, await loading
+            assert anyio.current_time() - started < 2 + SLACK_S
+            assert all(outcome.present or isinstance(outcome.error, BackendError) for outcome in stored)
+            for number, outcome, target in zip(numbers, loaded, targets, strict=True):
+                assert not outcome.loaded or target.tobytes() == content[number]
+            own_server.start()
+            assert all(outcome.present for outcome in await adapter.submit_store_task(keys, sources))
+
+
+async def _first(task: Any) -> Any:
+    async for item in task:
+        yield item
+        return
+
+
+async def test_a_frozen_server_costs_no_more_than_the_deadline(own_server: RespServer) -> None:
+    async with l2kit.open_adapter(own_server.url()) as adapter:
+        await adapter.submit_store_task([key(1)], [source(b"frozen")])
+        own_server.pause()
+        started = anyio.current_time()
+        deadline = started + 0.4
+        load = adapter.submit_load_task([key(1)] * 9, [blank(6) for _ in range(9)], deadline=deadline)
+        store = adapter.submit_store_task([key(2)], [source(bytes(32 << 20))], deadline=deadline)
+        lookup = adapter.submit_lookup_and_lock_task([key(1)], deadline=deadline)
+        for outcome in [*await load, *await store]:
+            assert isinstance(outcome.error, BackendTimeoutError)
+        await lookup.wait_ended()
+        assert anyio.current_time() - started < 0.4 + SLACK_S
+        own_server.resume()
+        [outcome] = await adapter.submit_load_task([key(1)], [blank(6)])
+        assert outcome.loaded
+
+
+async def test_a_full_server_is_a_capacity_error() -> None:
+    with run_server("redis", maxmemory="8mb", maxmemory_policy="noeviction") as server:
+        async with l2kit.open_adapter(server.url()) as adapter:
+            keys = [key(number) for number in range(12)]
+            outcomes = await adapter.submit_store_task(keys, [source(os.urandom(1 << 20)) for _ in keys])
+            refused = [outcome for outcome in outcomes if not outcome.present]
+            assert refused
+            assert all(isinstance(outcome.error, CapacityError) for outcome in refused)
+            assert "maxmemory" in str(refused[0].error)
+            for number, outcome in enumerate(outcomes):
+                [loaded] = await adapter.submit_load_task([key(number)], [blank(1 << 20)])
+                assert loaded.loaded == outcome.present
+            assert (await adapter.usage()).max_bytes == 8 << 20
+
+
+async def test_a_value_above_the_servers_limit_is_a_capacity_error() -> None:
+    with run_server("redis", proto_max_bulk_len="1mb") as server:
+        async with l2kit.open_adapter(server.url()) as adapter:
+            [outcome] = await adapter.submit_store_task([key(1)], [source(bytes(8 << 20))])
+            assert isinstance(outcome.error, CapacityError), outcome
+            assert "proto-max-bulk-len" in str(outcome.error)
+            [outcome] = await adapter.submit_store_task([key(1)], [source(bytes(1 << 19))])
+            assert outcome.present
+
+
+async def test_a_server_without_room_for_clients_is_busy() -> None:
+    with run_server("redis", maxclients="1") as server:
+        async with l2kit.open_adapter(server.url()):
+            error = await opening_error(server.url())
+        assert isinstance(error, BackendBusyError | TransientBackendError)
+
+
+async def test_a_replica_refuses_stores_with_a_clear_error(own_server: RespServer) -> None:
+    async with l2kit.open_adapter(own_server.url()) as adapter:
+        await adapter.submit_store_task([key(1)], [source(b"replica")])
+        own_server.command("REPLICAOF", "127.0.0.1", free_port())
+        [stored] = await adapter.submit_store_task([key(2)], [source(b"replica")])
+        assert "replica" in str(stored.error)
+        [loaded] = await adapter.submit_load_task([key(1)], [blank(7)])
+        assert loaded.loaded
+        own_server.command("REPLICAOF", "NO", "ONE")
+
+
+async def test_a_cluster_node_is_named_as_such() -> None:
+    with run_server("redis", cluster_enabled="yes") as server:
+        async with l2kit.open_adapter(server.url()) as adapter:
+            [stored] = await adapter.submit_store_task([key(1)], [source(b"cluster")])
+            assert isinstance(stored.error, BackendError)
+            assert "cluster" in str(stored.error)
+            with pytest.raises(BackendError, match="cluster"):
+                await adapter.submit_lookup_and_lock_task([key(1)])
+
+
+# --- what is stored where -----------------------------------------------------------------------------------------
+
+
+async def test_objects_lie_under_prefix_and_key(redis_server: RespServer, url: str, prefix: str) -> None:
+    async with l2kit.open_adapter(url) as adapter:
+        await adapter.submit_store_task([key(1)], [source(b"here")])
+        stored = redis_server.command("GET", prefix + key(1).encode())
+        assert isinstance(stored, bytes)
+        assert stored.endswith(b"here")
+
+
+async def test_prefixes_with_glob_characters_do_not_see_each_other(
+    redis_server: RespServer, prefix: str
+) -> None:
+    names = ["*", "?", "[ab]", "a", "b", "x*y", "\\", "\\*", "[^a]", "a-b", "\u00fc{tag}"]
+    adapters = [l2kit.open_adapter(redis_server.url(), key_prefix=f"{prefix}{name}/") for name in names]
+    for number, adapter in enumerate(adapters):
+        async with adapter:
+            await adapter.submit_store_task([key(number)], [source(b"%d" % number)])
+    for number, name in enumerate(names):
+        async with l2kit.open_adapter(redis_server.url(), key_prefix=f"{prefix}{name}/") as adapter:
+            assert [info.key async for info in adapter.iter_keys()] == [key(number)]
+            found = await adapter.submit_lookup_and_lock_task([key(other) for other in range(len(names))])
+            assert [outcome.hit for outcome in found] == [other == number for other in range(len(names))]
+
+
+async def test_databases_do_not_see_each_other(redis_server: RespServer, prefix: str) -> None:
+    async with (
+        l2kit.open_adapter(f"{redis_server.url()}/3", key_prefix=prefix) as three,
+        l2kit.open_adapter(redis_server.url(), db=4, key_prefix=prefix) as four,
+    ):
+        await three.submit_store_task([key(1)], [source(b"three")])
+        assert not (await four.submit_lookup_and_lock_task([key(1)]))[0].hit
+        assert (await three.submit_lookup_and_lock_task([key(1)]))[0].hit
+        await three.submit_delete_task([key(1)])
+
+
+async def test_foreign_keys_under_the_prefix_are_left_alone(
+    redis_server: RespServer, url: str, prefix: str
+) -> None:
+    redis_server.command("SET", f"{prefix}not-a-key", "x")
+    redis_server.command("RPUSH", prefix + key(1).encode(), "a list")
+    async with l2kit.open_adapter(url) as adapter:
+        assert [info async for info in adapter.iter_keys()] == []
+        assert not (await adapter.submit_lookup_and_lock_task([key(1)]))[0].hit
+        assert (await adapter.submit_load_task([key(1)], [blank(10)]))[0].status is LoadStatus.MISS
+        [stored] = await adapter.submit_store_task([key(1)], [source(b"healed")])
+        assert stored.present
+        assert (await adapter.submit_load_task([key(1)], [blank(6)]))[0].loaded
+
+
+async def test_objects_expire(redis_server: RespServer, url: str, prefix: str) -> None:
+    async with l2kit.open_adapter(url, ttl_s=0.4) as adapter:
+        await adapter.submit_store_task([key(1)], [source(b"short-lived")])
+        left_ms = redis_server.command("PTTL", prefix + key(1).encode())
+        assert isinstance(left_ms, int)
+        assert 0 < left_ms <= 400
+        assert (await adapter.submit_load_task([key(1)], [blank(11)]))[0].loaded
+        with anyio.fail_after(5):
+            while (await adapter.submit_lookup_and_lock_task([key(1)]))[0].hit:
+                await anyio.sleep(0.02)
+        assert (await adapter.submit_load_task([key(1)], [blank(11)]))[0].status is LoadStatus.MISS
+
+
+async def test_without_a_ttl_objects_stay(redis_server: RespServer, url: str, prefix: str) -> None:
+    async with l2kit.open_adapter(url) as adapter:
+        await adapter.submit_store_task([key(1)], [source(b"long-lived")])
+        assert redis_server.command("PTTL", prefix + key(1).encode()) == -1
+
+
+@pytest.mark.parametrize("beyond", [1, 1000, (1 << 20) + 1, 8 << 20])
+async def test_a_value_longer_than_the_buffers(
+    redis_server: RespServer, url: str, prefix: str, beyond: int
+) -> None:
+    async with l2kit.open_adapter(url) as adapter:
+        await adapter.submit_store_task([key(1), key(2)], [source(b"a" * 1000), source(b"b" * 1000)])
+        stored = redis_server.command("GET", prefix + key(1).encode())
+        assert isinstance(stored, bytes)
+        redis_server.command("SET", prefix + key(1).encode(), stored + bytes(beyond))
+        [outcome] = await adapter.submit_load_task([key(1)], [blank(1000)])
+        assert outcome.status is LoadStatus.CORRUPT
+        target = blank(1000)
+        [outcome] = await adapter.submit_load_task([key(2)], [target])
+        assert outcome.loaded
+        assert target.tobytes() == b"b" * 1000
+        assert redis_server.command("EXISTS", prefix + key(1).encode()) == 0, "the damaged object is still there"
+
+
+async def test_lookups_of_thousands_of_keys(url: str) -> None:
+    async with l2kit.open_adapter(url) as adapter:
+        await adapter.submit_store_task([key(n) for n in range(0, 3000, 3)], [source(b"x")] * 1000)
+        found = await adapter.submit_lookup_and_lock_task([key(number) for number in range(3000)])
+        assert [outcome.hit for outcome in found] == [number % 3 == 0 for number in range(3000)]
+        assert len([info async for info in adapter.iter_keys()]) == 1000
+
+
+async def test_listing_and_usage_belong_to_an_open_adapter(url: str) -> None:
+    adapter = l2kit.open_adapter(url)
+    async with adapter:
+        pass
+    with pytest.raises(ClosedError):
+        await adapter.usage()
+    with pytest.raises(ClosedError):
+        [info async for info in adapter.iter_keys()]
+
+
+async def test_no_secret_is_logged(redis_server: RespServer, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with l2kit.open_adapter(url) as adapter:
+        shown = f"{adapter!r} {adapter.config!r} {await adapter.probe()!r}"
+    assert redis_server.password is not None
+    assert redis_server.password not in caplog.text + shown
+    with pytest.raises(ServerError):
+        redis_server.command("NO-SUCH-COMMAND")

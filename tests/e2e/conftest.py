@@ -1,0 +1,78 @@
+"""Models, folders and vLLM processes for the end-to-end tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from l2kit.testing.servers import redis_server, valkey_server
+from tests.e2e import tiny_models
+from tests.e2e.tiny_models import TinyModel
+from tests.e2e.vllm_process import VLLMProcess
+
+__all__ = ["redis_server", "valkey_server"]
+
+#: Starts a vLLM process: a name and what `VLLMProcess` takes. Ended with the test module.
+Start = Callable[..., VLLMProcess]
+
+_seeds = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("e2e")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "models"
+
+
+@pytest.fixture(scope="session")
+def llama(models: Path) -> TinyModel:
+    return tiny_models.make_llama(models)
+
+
+@pytest.fixture(scope="session")
+def llama_fp32(models: Path) -> TinyModel:
+    return tiny_models.make_llama(models, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Processes of one test module. Make them in fixtures, so that they start side by side."""
+    logs = tmp_path_factory.mktemp(f"logs-{request.module.__name__.rpartition('.')[2]}")
+    started: list[VLLMProcess] = []
+
+    def begin(name: str, model: TinyModel, **options: Any) -> VLLMProcess:
+        process = VLLMProcess(model, log_path=logs / f"{name}.log", **options)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None]:
+    """A test that failed shows what its processes wrote."""
+    report: Any = yield
+    if report.when == "call" and report.failed:
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, VLLMProcess):
+                report.sections.append((f"log of {value.name}", value.tail()))
+    return report
+
+
+@pytest.fixture
+def new_prompt() -> Callable[[int], list[int]]:
+    """Prompts that no other test has asked: ``new_prompt(tokens)``."""
+    return lambda tokens: tiny_models.random_prompt(tokens, seed=next(_seeds))
