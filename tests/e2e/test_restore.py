@@ -157,7 +157,7 @@ def flip_payload(one: Path, other: Path) -> None:
 
 def flip_header(one: Path, other: Path) -> None:
     data = bytearray(one.read_bytes())
-    data[9] ^= 0x01
+    data[105] ^= 0x01  # in the digest of the key
     one.write_bytes(data)
 
 

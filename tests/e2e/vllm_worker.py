@@ -40,9 +40,7 @@ class Worker:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**options))
         self._watch_block_tables()
 
-    def submit(
-        self, request_id: str, prompt: list[int], cache_salt: str | None, sampling: dict[str, Any]
-    ) -> None:
+    def submit(self, request_id: str, prompt: list[int], cache_salt: str | None, sampling: dict[str, Any]) -> None:
         from vllm import SamplingParams
 
         question: dict[str, Any] = {"prompt_token_ids": prompt}
@@ -71,7 +69,7 @@ class Worker:
         return self._is_finished(request_id)
 
     def state(self, request_id: str) -> str:
-        """vLLM's state of a request: WAITING, RUNNING, PREEMPTED…; GONE when the scheduler has forgotten it."""
+        """VLLM's state of a request: WAITING, RUNNING, PREEMPTED…; GONE when the scheduler has forgotten it."""
         request = self.scheduler.requests.get(self._internal_ids[request_id])
         return "GONE" if request is None else str(request.status.name)
 
@@ -148,17 +146,17 @@ class Worker:
 
     @property
     def core(self) -> Any:
-        """vLLM's `EngineCore`."""
+        """VLLM's `EngineCore`."""
         return self.engine.engine_core.engine_core
 
     @property
     def scheduler(self) -> Any:
-        """vLLM's scheduler."""
+        """VLLM's scheduler."""
         return self.core.scheduler
 
     @property
     def model_runner(self) -> Any:
-        """vLLM's model runner."""
+        """VLLM's model runner."""
         return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
@@ -188,7 +186,7 @@ class Worker:
         return get_kv_transfer_group()._worker
 
     def internal_id(self, request_id: str) -> str:
-        """vLLM's id of a request."""
+        """VLLM's id of a request."""
         return self._internal_ids[request_id]
 
     # --- inner ------------------------------------------------------------------------------------

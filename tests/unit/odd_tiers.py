@@ -32,10 +32,11 @@ _SHELVES: dict[str, OrderedDict[ObjectKey, bytes]] = {}
 
 
 class OddConfig(MemoryConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``shelf`` names objects that outlive the adapter; ``broken`` makes opening fail."""
+    """``shelf`` names objects that outlive the adapter; ``broken`` makes opening fail, late if asked for."""
 
     shelf: str | None = None
     broken: bool = False
+    slow_to_open_s: float = 0.0
 
 
 class OddAdapter(MemoryAdapter):
@@ -50,6 +51,7 @@ class OddAdapter(MemoryAdapter):
 
     async def open(self) -> None:
         await super().open()
+        await anyio.sleep(self._options.slow_to_open_s)
         if self._options.broken:
             raise BackendError(f"{self.name}: broken on purpose")
         self.hung: set[Hook] = set()  # waits for `gate`, cancellable
@@ -65,6 +67,7 @@ class OddAdapter(MemoryAdapter):
         self.waiting: Counter[str] = Counter()
         self.loads: Counter[ObjectKey] = Counter()
         self.order: list[ObjectKey] = []  # of stores
+        self.stored_as = StoreStatus.STORED
         if self._options.shelf is not None:
             self._objects = _SHELVES.setdefault(self._options.shelf, OrderedDict())
 
@@ -76,7 +79,8 @@ class OddAdapter(MemoryAdapter):
     async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
         await self._behave("store", key)
         self.order.append(key)
-        return await super().store_one(key, data)
+        status = await super().store_one(key, data)
+        return self.stored_as if status is StoreStatus.STORED else status
 
     async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
         self.loads[key] += 1
@@ -164,21 +168,32 @@ async def until(predicate: Callable[[], object], timeout_s: float = 5.0) -> None
             await anyio.sleep(0.002)
 
 
-@asynccontextmanager
-async def storage(
+def odd_storage(
     *tiers: str | dict[str, Any], l1_objects: int = 64, known: Registry | None = None, **options: Any
-) -> AsyncIterator[StorageManager]:
-    """An open storage manager over ``tiers`` (``a`` is ``odd://`` with that name); checked to be at rest at the end."""
+) -> StorageManager:
+    """A storage manager over ``tiers``, not opened yet; ``a`` is ``odd://`` with that name."""
     named = [{"url": "odd://", "name": tier} if isinstance(tier, str) else tier for tier in tiers]
     config = {"tiers": named, "l1": {"max_bytes": l1_objects * OBJECT_BYTES}, "chunk_size": CHUNK_TOKENS, **options}
-    async with open_storage(config, registry=known or registry()) as manager:
+    return open_storage(config, registry=known or registry())
+
+
+@asynccontextmanager
+async def storage(*tiers: str | dict[str, Any], **options: Any) -> AsyncIterator[StorageManager]:
+    """An open storage manager, see `odd_storage`; at the end every tier recovers, and all must be at rest."""
+    async with odd_storage(*tiers, **options) as manager:
         yield manager
         for tier in manager.tiers:
             if isinstance(tier.adapter, OddAdapter):
                 tier.adapter.let_go()
         await until(lambda: is_at_rest(manager))
+    assert_closed_clean(manager)
+
+
+def assert_closed_clean(manager: StorageManager) -> None:
+    """A closed storage manager holds nothing."""
     usage = manager.l1.usage()
     assert (usage.leases, usage.writing, usage.used_bytes) == (0, 0, 0)
+    assert [tier.adapter.held_leases for tier in manager.tiers] == [0] * len(manager.tiers)
 
 
 NAMESPACE: Final = Namespace(

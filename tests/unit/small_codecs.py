@@ -16,12 +16,13 @@ class ZlibCodec(Codec):
     """Payloads shorter or longer than the object."""
 
     codec_id = "zlib"
+    level = 1
 
     def estimate_serialized_size(self, layout: Layout) -> int:
         return layout.nbytes + layout.nbytes // 1000 + 64
 
     def serialize(self, src: Sequence[memoryview], dst: memoryview, key: ObjectKey, layout: Layout) -> int:
-        packed = zlib.compress(b"".join(src), 1)
+        packed = zlib.compress(b"".join(src), self.level)
         dst[: len(packed)] = packed
         return len(packed)
 
@@ -34,6 +35,12 @@ class ZlibCodec(Codec):
         if not inflate.eof or inflate.unused_data or len(data) != layout.nbytes:
             raise CorruptObjectError("codec", f"zlib: no payload of {layout.nbytes} bytes")
         RawCodec().deserialize(memoryview(data), dst, key, layout)
+
+
+class QuickZlibCodec(ZlibCodec):
+    """The same payload format; only framed, which is quick and longer than the object."""
+
+    level = 0
 
 
 class XorCodec(Codec):

@@ -7,7 +7,7 @@ import sys
 
 UNWANTED = ["torch", "numpy", "redis", "vllm", "pytest", "hypothesis", "yaml", "l2kit.testing", "l2kit_redis"]
 
-# Processor time: on a machine with nothing else to do that is the time it takes, and other work does not change it much.
+# Processor time: on an idle machine that is the time it takes, and other work hardly changes it.
 PROGRAM = f"""
 import sys, time
 before = set(sys.modules)

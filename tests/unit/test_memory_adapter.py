@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from l2kit.adapter import L2Adapter
+from l2kit.config import build
 from l2kit.keys import ObjectKey
-from l2kit.memory_adapter import MemoryAdapter
+from l2kit.memory_adapter import MemoryAdapter, MemoryConfig
+from l2kit.serde import CodecChain
 from l2kit.testing import AdapterConformance
+from tests.unit.small_codecs import Codecs, QuickZlibCodec
 
 
 class TestMemoryAdapter(AdapterConformance):
@@ -24,3 +27,11 @@ class TestMemoryAdapter(AdapterConformance):
     def raw_write(self, adapter: L2Adapter[Any], key: ObjectKey, data: bytes) -> None:
         assert isinstance(adapter, MemoryAdapter)
         adapter._objects[key] = data
+
+
+class TestMemoryAdapterWithACodec(TestMemoryAdapter):
+    """The same with payloads whose length is not the object's."""
+
+    def open_adapter(self, url: str, **options: Any) -> L2Adapter[Any]:
+        config = build(MemoryConfig, options, where="memory")
+        return MemoryAdapter(config, name="memory", codecs=CodecChain([QuickZlibCodec()]), codec_source=Codecs())

@@ -13,22 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from l2kit.adapter import L2Adapter
-from l2kit.errors import BackendError, BackendTimeoutError
+from l2kit.errors import BackendError, BackendTimeoutError, L2Error
 from l2kit.l1 import WriteReservation
-from l2kit.memory_adapter import MemoryAdapter
 from l2kit.outcomes import LoadOutcome
 from l2kit.prefetch import Prefetch
 from l2kit.storage_manager import StorageManager
 from l2kit.task import L2Task
 from tests.unit.odd_tiers import (
-    OBJECT_BYTES,
     OddAdapter,
+    assert_closed_clean,
     content,
     is_at_rest,
     key,
     layout,
     odd,
+    odd_storage,
     put_in_l1,
     put_in_tier,
     read,
@@ -205,36 +204,32 @@ async def test_a_failing_lookup_leaves_the_other_tier() -> None:
         assert "no" in str(manager.status()["tiers"]["a"]["last_error"])
 
 
-async def test_an_adapter_that_breaks_in_submit_costs_its_own_share_only() -> None:
-    class Broken(MemoryAdapter):
-        def submit_load_task(self, *_: object, **__: object) -> L2Task[LoadOutcome]:
-            raise RuntimeError("a bug of the plugin")
+class BrokenLoads(OddAdapter):
+    """Breaks before it has a task to show for it."""
 
-    async with storage({"url": "broken://", "name": "a"}, "b", known=_with(broken=Broken)) as manager:
+    def submit_load_task(self, *_: object, **__: object) -> L2Task[LoadOutcome]:
+        raise RuntimeError("a bug of the plugin")
+
+
+async def test_an_adapter_that_breaks_in_submit_leaves_no_reservation() -> None:
+    async with storage({"url": "broken://", "name": "a"}, "b", known=registry(broken=BrokenLoads)) as manager:
         put_in_l1(manager, key(0))
         for position in (0, 1):
             await put_in_tier(manager, position, key(1))
-        assert await read(manager, wanted(2)) == 1  # the reservation went back, the request was answered
+        assert await read(manager, wanted(2)) == 1  # the request was answered, from what L1 has
         await put_in_tier(manager, 1, key(2))
         assert await read(manager, [*wanted(1), *wanted(1, first=2)]) == 2
 
 
-def _with(**adapters: type[L2Adapter[Any]]) -> Any:
-    known = registry(**adapters)
-    for name, adapter in adapters.items():  # classes made inside a test have no import path
-        original = known.load
-        known.load = lambda group, wanted, name=name, adapter=adapter, original=original: (  # type: ignore[method-assign, misc]
-            adapter if wanted == name else original(group, wanted)
-        )
-    return known
+class Clumsy(OddAdapter):
+    """Its one seam for errors raises itself."""
+
+    def translate_error(self, error: Exception) -> L2Error:
+        raise AttributeError("translate_error has a bug")
 
 
 async def test_an_error_in_translate_error_fails_one_call_and_not_the_adapter() -> None:
-    class Clumsy(OddAdapter):
-        def translate_error(self, error: Exception) -> Any:
-            raise AttributeError("translate_error has a bug")
-
-    async with storage({"url": "clumsy://", "name": "a"}, known=_with(clumsy=Clumsy)) as manager:
+    async with storage({"url": "clumsy://", "name": "a"}, known=registry(clumsy=Clumsy)) as manager:
         await put_in_tier(manager, 0, key(0))
         odd(manager).failing["lookup"] = ValueError("odd")
         assert await read(manager, wanted(1)) == 0
@@ -508,28 +503,21 @@ async def test_a_prefetch_released_before_it_runs_asks_nobody() -> None:
 
 @pytest.mark.parametrize("hook", ["lookup", "load"])
 async def test_closing_the_storage_answers_every_prefetch(hook: Literal["lookup", "load"]) -> None:
-    prefetches: list[Prefetch] = []
-    async with storage("a", drain_timeout_s=0.1) as manager:
+    async with odd_storage("a") as manager:
         await put_in_tier(manager, 0, key(0), key(1))
         put_in_l1(manager, key(0))
-    # `storage` lets everything go at its end, so this one is closed by hand.
-    context = storage("a")
-    manager = await context.__aenter__()
-    await put_in_tier(manager, 0, key(0), key(1))
-    put_in_l1(manager, key(0))
-    hold_up(odd(manager), "hung", hook)
-    prefetches = [manager.start_prefetch(wanted(2), timeout_s=60) for _ in range(3)]
-    await until(lambda: odd(manager).waiting[hook])
-    await manager.__aexit__(None, None, None)
+        hold_up(odd(manager), "hung", hook)
+        prefetches = [manager.start_prefetch(wanted(2), timeout_s=60) for _ in range(3)]
+        await until(lambda: odd(manager).waiting[hook])
+        prefetches.append(manager.start_prefetch(wanted(3), timeout_s=60))
+        prefetches.append(manager.start_prefetch(wanted(3), timeout_s=60))  # neither gets to run
     for prefetch in prefetches:
         assert prefetch.done
         assert prefetch.ready_chunks <= 1
         for obj in prefetch.objects():  # leased memory outlives the storage
             assert obj.tobytes() == content(key(0))
         prefetch.release()
-    usage = manager.l1.usage()
-    assert (usage.leases, usage.writing, usage.used_bytes) == (0, 0, 0)
-    assert odd(manager).held_leases == 0
+    assert_closed_clean(manager)
 
 
 async def test_waiting_may_be_cancelled() -> None:

@@ -1,11 +1,15 @@
-"""StoreController over real tiers: what becomes readable reaches every tier, and a bad tier costs its own stores only."""
+"""StoreController over real tiers: what becomes readable reaches every tier, a bad tier costs its own stores only."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import Any, ClassVar, Literal
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from l2kit.errors import BackendError, ConfigError
@@ -15,12 +19,13 @@ from l2kit.storage_manager import StorageManager
 from l2kit.task import L2Task
 from tests.unit.odd_tiers import (
     OBJECT_BYTES,
-    OddAdapter,
+    assert_closed_clean,
     content,
     is_at_rest,
     key,
     layout,
     odd,
+    odd_storage,
     put_in_l1,
     read,
     registry,
@@ -43,15 +48,15 @@ def held(manager: StorageManager) -> int:
 
 async def test_every_tier_gets_every_object() -> None:
     async with storage("a", "b") as manager:
-        keys = [key(n) for n in range(20)]
+        keys = [key(n) for n in range(30)]
         write(manager, *keys)
         await manager.drain()
         assert odd(manager, 0).keys == odd(manager, 1).keys == set(keys)
-        assert count(manager, "stored_objects") == 20
-        assert count(manager, "stored_bytes") > 20 * OBJECT_BYTES
+        assert count(manager, "stored_objects") == 30
+        assert count(manager, "stored_bytes") > 30 * OBJECT_BYTES
         for name in keys:
             manager.l1.remove(name)
-        assert await read(manager, wanted(20)) == 20
+        assert await read(manager, wanted(30)) == 30
 
 
 async def test_the_start_of_a_prompt_is_stored_first_and_evicted_last() -> None:
@@ -99,19 +104,49 @@ async def test_a_hung_tier_drops_and_counts_and_the_other_gets_everything(hang: 
         assert key(50) in odd(manager).keys
 
 
-async def test_hung_tiers_leave_half_of_l1_to_others() -> None:
-    """With the default queue, as large as L1, what waits for hung tiers must not lock new objects and loads out."""
-    async with storage("a", "b", "c", l1_objects=24) as manager:
-        for position in (0, 1):
-            odd(manager, position).hung.add("store")
+async def test_a_hung_tier_leaves_a_part_of_l1_to_others() -> None:
+    """With the default queue, as large as L1, what waits for a hung tier must not lock new objects and loads out."""
+    async with storage("a", "b", l1_objects=24) as manager:
+        odd(manager).hung.add("store")
         for number in range(100):
             write(manager, key(number))
-            await anyio.sleep(0)
             assert manager.l1.contains(key(number))
-        await until(lambda: len(odd(manager, 2).keys) == 100)
-        assert held(manager) <= 12
+            await until(lambda number=number: key(number) in odd(manager, 1).keys)  # type: ignore[misc]
+        assert held(manager) <= 18
         assert manager.counters.snapshot()["writes_refused"] == 0
         assert await read(manager, wanted(4, first=30)) == 4
+
+
+@pytest.mark.parametrize("hang", ["hung", "stuck"])
+async def test_an_overdue_tier_loses_its_queue_and_is_probed(hang: Literal["hung", "stuck"]) -> None:
+    async with storage({"url": "odd://?timeout_s=0.1", "name": "a"}) as manager:
+        (odd(manager).hung if hang == "hung" else odd(manager).stuck).add("store")
+        write(manager, *(key(n) for n in range(30)))
+        await until(lambda: not manager.tiers[0].trusted("store"))
+        assert held(manager) <= 16  # the batch that hangs; the queue is gone
+        for number in range(30, 40):
+            write(manager, key(number))
+            await anyio.lowlevel.checkpoint()
+        assert held(manager) <= 16
+        odd(manager).hung.clear()
+        odd(manager).stuck.clear()
+        odd(manager).let_go()
+        await until(lambda: held(manager) == 0)
+        write(manager, key(50))
+        await until(lambda: manager.tiers[0].trusted("store"))
+        write(manager, *(key(n) for n in range(60, 80)))
+        await manager.drain()
+        assert {key(n) for n in range(60, 80)} <= odd(manager).keys
+
+
+async def test_a_slow_tier_that_stores_something_keeps_its_queue() -> None:
+    async with storage({"url": "odd://?timeout_s=0.2&max_concurrency=1", "name": "a"}) as manager:
+        odd(manager).delay_s["store"] = 0.05
+        write(manager, *(key(n) for n in range(20)))
+        await manager.drain()
+        assert manager.tiers[0].trusted("store")
+        assert count(manager, "stored_objects") >= 4
+        assert count(manager, "store_drops") == 0
 
 
 async def test_what_fails_is_counted_logged_once_and_keeps_the_tier_unhealthy(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,14 +174,8 @@ async def test_a_tier_without_room_drops_and_stays_healthy() -> None:
 
 
 async def test_what_is_there_already_is_counted_as_present() -> None:
-    class Keeping(OddAdapter):
-        async def store_one(self, *_: object) -> StoreStatus:
-            return StoreStatus.ALREADY_PRESENT
-
-    known = registry()
-    load = known.load
-    known.load = lambda group, name: Keeping if name == "odd" else load(group, name)  # type: ignore[method-assign]
-    async with storage("a", known=known) as manager:
+    async with storage("a") as manager:
+        odd(manager).stored_as = StoreStatus.ALREADY_PRESENT
         write(manager, key(0))
         await manager.drain()
         assert count(manager, "store_present") == 1
@@ -177,54 +206,67 @@ async def test_the_worker_survives_an_error_in_submit(error: Exception, caplog: 
 
 @pytest.mark.parametrize("hook", ["store", "release", "lookup"])
 async def test_closing_with_a_hung_tier_is_bounded(hook: Literal["store", "release", "lookup"]) -> None:
-    context = storage("a", drain_timeout_s=0.2)
-    manager = await context.__aenter__()
-    odd(manager).hung.add(hook)
-    write(manager, *(key(n) for n in range(25)))
-    prefetch = manager.start_prefetch(wanted(2, first=50), timeout_s=60)
-    await until(lambda: odd(manager).calls["store"] or odd(manager).calls["lookup"])
-    with anyio.fail_after(2):
-        await manager.__aexit__(None, None, None)
-    assert prefetch.done
+    async with odd_storage("a", drain_timeout_s=0.2) as manager:
+        odd(manager).hung.add(hook)
+        write(manager, *(key(n) for n in range(25)))
+        prefetch = manager.start_prefetch(wanted(2, first=50), timeout_s=60)
+        await until(lambda: odd(manager).calls["store"])
+        started = time.monotonic()
+    assert time.monotonic() - started < 1.5
+    await until(lambda: prefetch.done)
     prefetch.release()
-    usage = manager.l1.usage()
-    assert (usage.leases, usage.writing, usage.used_bytes) == (0, 0, 0)
+    assert_closed_clean(manager)
     if hook == "store":
         snapshot = manager.tiers[0].counters.snapshot()
         assert snapshot["store_drops"] + snapshot["store_failures"] == 25
-    await context.aclose() if hasattr(context, "aclose") else None
+
+
+async def test_closing_after_an_error_waits_for_no_store() -> None:
+    started = 0.0
+
+    async def crash() -> None:
+        nonlocal started
+        async with odd_storage("a", drain_timeout_s=30) as manager:
+            odd(manager).hung.add("store")
+            write(manager, key(0))
+            await until(lambda: odd(manager).waiting["store"])
+            started = time.monotonic()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await crash()
+    assert time.monotonic() - started < 1.5
 
 
 async def test_closing_waits_for_a_thread_that_reads_our_memory() -> None:
     """A store that nothing can cancel keeps its memory to the end; closing takes as long as it does."""
-    context = storage("a", drain_timeout_s=0.1)
-    manager = await context.__aenter__()
-    odd(manager).stuck.add("store")
-    write(manager, key(0))
-    await until(lambda: odd(manager).waiting["store"])
-    (lease,) = (hold for hold in manager.l1.holds() if hold.owner == "store:a")
-    closed = anyio.Event()
+    async with odd_storage("a", drain_timeout_s=0.05) as manager:
+        odd(manager).stuck.add("store")
+        write(manager, key(0))
+        await until(lambda: odd(manager).waiting["store"])
+        seen: list[str] = []
 
-    async def close() -> None:
-        await manager.__aexit__(None, None, None)
-        closed.set()
+        def let_go_later() -> None:
+            time.sleep(0.4)  # longer than closing would take
+            seen.extend(hold.owner for hold in manager.l1.holds())
+            odd(manager).let_go()
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(close)
-        await anyio.sleep(0.3)
-        assert not closed.is_set()
-        assert manager.l1.holds()[0].generation == lease.generation
-        odd(manager).let_go()
-        with anyio.fail_after(5):
-            await closed.wait()
-    assert manager.l1.usage().used_bytes == 0
+        thread = threading.Thread(target=let_go_later)
+        thread.start()
+    assert not thread.is_alive() or seen
+    thread.join()
+    assert seen == ["store:a"]
+    assert_closed_clean(manager)
 
 
-async def test_writes_after_closing_hold_nothing() -> None:
-    async with storage("a") as manager:
-        reservation = manager.reserve_write(key(0), layout())
-        assert reservation is not None
-    assert manager.l1.usage().writing == 1
+async def test_what_is_written_after_closing_is_given_up() -> None:
+    async with odd_storage("a") as manager:
+        reservations = [manager.reserve_write(key(n), layout()) for n in range(2)]
+    late = [reservation for reservation in reservations if reservation is not None]
+    assert len(late) == 2
+    manager.finish_write(late[:1])
+    late[1].abort()
+    assert_closed_clean(manager)
 
 
 async def test_a_drain_covers_what_other_threads_wrote_before_it() -> None:

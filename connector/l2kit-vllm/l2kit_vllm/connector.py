@@ -235,5 +235,10 @@ def _check_servable(vllm_config: Any, kv_cache_config: Any) -> int:
         raise ConfigError(
             f"tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}; the embedded engine serves 1"
         )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales: FP8 scales that each process measures for itself give the same bytes different "
+            "meanings; use scales from the checkpoint"
+        )
     block_size: int = groups[0].kv_cache_spec.block_size
     return block_size

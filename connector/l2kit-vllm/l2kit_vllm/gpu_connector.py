@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from l2kit.errors import ConfigError, nearest
@@ -29,8 +28,6 @@ from l2kit_vllm.paged_layout import PagedLayout
 from l2kit_vllm.transfer import Transfer
 
 Representation = Literal["native", "canonical"]
-
-_Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +94,7 @@ class GPUConnector:
         self.layout: Final = layout
         self.representation: Final = representation
         self.device: Final = ours[0].device
-        self._host = HostPages(layout.page, maps, ours) if kind == "cpu" else None
-        self._cuda = CudaTransfers(layout.page, maps, ours) if kind == "cuda" else None
+        self.engine: Final = (HostPages if kind == "cpu" else CudaTransfers)(layout.page, maps, ours)
 
     def object_layout(self, tokens: int) -> Layout:
         """Layout of the object that holds ``tokens`` tokens of all layers.
@@ -160,13 +156,7 @@ class GPUConnector:
         for chunk in chunks:
             if chunk.obj.read_only:
                 raise ConfigError(f"obj: {chunk.obj!r} is read-only and cannot be gathered into")
-        native = self.representation == "native"
-        if self._cuda is not None:
-            return self._cuda.gather(spans, ready, native=native)
-        if self._host is not None:
-            for span in spans:
-                self._host.gather(span, native=native)
-        return Transfer()
+        return self.engine.gather(spans, ready, native=self.representation == "native")
 
     def scatter_many(self, chunks: Sequence[Chunk], *, ready: torch.cuda.Event | None = None) -> Transfer:
         """Copy many chunks into their pages; one `Transfer` for all. No slot may be written twice.
@@ -178,13 +168,7 @@ class GPUConnector:
         """
         spans = [self._span(chunk, chunk.skip_prefix_n_tokens) for chunk in chunks]
         spans = [span for span in spans if span.skip < span.tokens]
-        native = self.representation == "native"
-        if self._cuda is not None:
-            return self._cuda.scatter(spans, ready, native=native)
-        if self._host is not None:
-            for span in spans:
-                self._host.scatter(span, native=native)
-        return Transfer()
+        return self.engine.scatter(spans, ready, native=self.representation == "native")
 
     def copy_pages(
         self,
@@ -211,12 +195,15 @@ class GPUConnector:
             )
         if len(src_ids) != len(dst_ids):
             raise ConfigError(f"dst_ids: {len(dst_ids)} blocks for {len(src_ids)} source blocks")
-        source, destination = self._pages(src_ids), other._pages(dst_ids, written=True)  # noqa: SLF001
-        if other._cuda is not None and self._cuda is not None:  # noqa: SLF001
-            return other._cuda.copy_from(self._cuda, source, destination, ready)  # noqa: SLF001
-        if other._host is not None and self._host is not None:  # noqa: SLF001
-            other._host.copy_from(self._host, source, destination)  # noqa: SLF001
-        return Transfer()
+        source, destination = self.layout.page_indices(src_ids), other.layout.page_indices(dst_ids)
+        if len(np.unique(destination)) != len(destination):
+            raise ConfigError("dst_ids: a block is named twice")
+        match other.engine, self.engine:
+            case HostPages() as ours, HostPages() as theirs:
+                return ours.copy_from(theirs, source, destination, ready)
+            case CudaTransfers() as ours, CudaTransfers() as theirs:
+                return ours.copy_from(theirs, source, destination, ready)
+        raise ConfigError(f"target: no copies between {self.device} and {other.device}")  # pragma: no cover
 
     def _span(self, chunk: Chunk, skip: int) -> Span:
         start, end, size = chunk.start_token, chunk.end_token, self.layout.block_size
@@ -229,17 +216,7 @@ class GPUConnector:
         expected = self.object_layout(end - start)
         if chunk.obj.layout != expected:
             raise ConfigError(f"obj: layout is {chunk.obj.layout}, expected {expected}")
-        pages = self._pages(chunk.block_ids[start // size : -(-end // size)])
+        pages = self.layout.page_indices(chunk.block_ids[start // size : -(-end // size)])
         first, inside = divmod(start % size, self.layout.page.tokens)
         count = -(-(inside + end - start) // self.layout.page.tokens)
         return Span(chunk.obj, pages[first : first + count], inside, end - start, skip)
-
-    def _pages(self, block_ids: Sequence[int], *, written: bool = False) -> _Ids:
-        blocks = np.asarray(block_ids, np.int64)
-        bad = blocks[(blocks < 0) | (blocks >= self.layout.num_blocks)]
-        if len(bad):
-            raise ConfigError(f"block_ids: {bad.tolist()[:8]} are not within the {self.layout.num_blocks} blocks")
-        if written and len(np.unique(blocks)) != len(blocks):
-            raise ConfigError("block_ids: a block is named twice as a destination")
-        per_block = self.layout.pages_per_block
-        return (blocks[:, None] * per_block + np.arange(per_block, dtype=np.int64)).ravel()

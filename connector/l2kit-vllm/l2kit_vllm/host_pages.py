@@ -8,7 +8,7 @@ arrangement allows: a call by itself costs as much as the copy of a small model'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from l2kit_vllm.object_bytes import ObjectBytes, Span
 from l2kit_vllm.page_geometry import LayerMap, PageShape, Strided, dense_plane, split_tokens
 from l2kit_vllm.page_moves import Ids, Move, PartMove, Plane, PlaneMove, RunMove, Runs, run_sets
+from l2kit_vllm.transfer import Transfer
 
 _ALL: Final = slice(None)
 
@@ -39,8 +40,31 @@ class HostPages:
             whole = [Strided(p.offset, (p.shape[0], 1, size), (p.strides[0], 0, 1)) for p in planes]
             self._dense.append(run_sets(storages, whole) if dense_plane(planes[0], shape.itemsize) else [])
 
-    def gather(self, span: Span, *, native: bool) -> None:
-        """Copy the span's tokens into its object."""
+    def gather(self, spans: Iterable[Span], ready: object = None, *, native: bool) -> Transfer:
+        """Copy pages into objects; all has arrived on return. ``ready`` means something on CUDA only."""
+        for span in spans:
+            self._gather(span, native=native)
+        return Transfer()
+
+    def scatter(self, spans: Iterable[Span], ready: object = None, *, native: bool) -> Transfer:
+        """Copy the objects' tokens from ``span.skip`` on into their slots; all has arrived on return."""
+        for span in spans:
+            data = ObjectBytes(span.obj)
+            for offset, nbytes, move in self._native(span) if native else self._canonical(span):
+                pieces = data.pieces(offset, nbytes)
+                move.write(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        return Transfer()
+
+    def copy_from(self, other: HostPages, source: Ids, target: Ids, ready: object = None) -> Transfer:
+        """Copy pages of ``other`` (or of ourselves) to our pages, as if all of them were read before one is written."""
+        for layer in range(self._layers):
+            ours, theirs = _of_layer(self.runs, layer), _of_layer(other.runs, layer)
+            pages = np.empty(len(source) * theirs[0].nbytes, np.uint8)
+            theirs[0].read(source, theirs[1], pages)
+            ours[0].write(target, ours[1], pages)
+        return Transfer()
+
+    def _gather(self, span: Span, *, native: bool) -> None:
         data = ObjectBytes(span.obj)
         for offset, nbytes, move in self._native(span) if native else self._canonical(span):
             pieces = data.pieces(offset, nbytes)
@@ -52,21 +76,6 @@ class HostPages:
             for piece in pieces:
                 piece[...] = whole[at : at + len(piece)]
                 at += len(piece)
-
-    def scatter(self, span: Span, *, native: bool) -> None:
-        """Copy the object's tokens from ``span.skip`` on into their slots."""
-        data = ObjectBytes(span.obj)
-        for offset, nbytes, move in self._native(span) if native else self._canonical(span):
-            pieces = data.pieces(offset, nbytes)
-            move.write(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
-
-    def copy_from(self, other: HostPages, source: Ids, target: Ids) -> None:
-        """Copy pages of ``other`` (or of ourselves) to our pages, as if all of them were read before one is written."""
-        for layer in range(self._layers):
-            ours, theirs = _of_layer(self.runs, layer), _of_layer(other.runs, layer)
-            pages = np.empty(len(source) * theirs[0].nbytes, np.uint8)
-            theirs[0].read(source, theirs[1], pages)
-            ours[0].write(target, ours[1], pages)
 
     def _native(self, span: Span) -> Iterator[tuple[int, int, Move]]:
         """Plan a native object, ``[layer, page, byte]``: (offset in it, bytes, move)."""

@@ -79,14 +79,13 @@ def model_namespace(
 
 
 def _engine_digest(vllm_config: Any) -> str:
-    """What the engine adds to the weights: the effective model config, compute type, quantisation, KV scales."""
+    """What the engine adds to the weights: the effective model config, compute type, quantisation."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = {
         "hf_config": {k: v for k, v in model.hf_config.to_dict().items() if k not in _VOLATILE},
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
-        "calculate_kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 

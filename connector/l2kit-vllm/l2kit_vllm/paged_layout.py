@@ -8,11 +8,12 @@ it. The tensors are only checked against the declaration.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from l2kit.errors import ConfigError, nearest
@@ -128,6 +129,20 @@ class PagedLayout:
         heads = f"h{self.kv_heads}.{self.head_dim}.{self.head_dim_v}"
         layers = f"l{len(self.layers)}.{names}"
         return f"{NATIVE_VERSION}:{self.arrangement}:{self.dtype}:{blocks}:{heads}:{layers}"
+
+    def page_indices(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Indices on the tensors' page axis of blocks, in their order.
+
+        Raises:
+            ConfigError: an id is not within the pool.
+        """
+        blocks = np.asarray(block_ids, np.int64)
+        bad = blocks[(blocks < 0) | (blocks >= self.num_blocks)]
+        if len(bad):
+            raise self._error(f"block_ids: {bad.tolist()[:8]} are not within the {self.num_blocks} blocks")
+        if self.pages_per_block == 1:
+            return blocks
+        return (blocks[:, None] * self.pages_per_block + np.arange(self.pages_per_block, dtype=np.int64)).ravel()
 
     def only(self, *layers: str) -> PagedLayout:
         """Return the same layout for some of its layers (layerwise objects hold one).

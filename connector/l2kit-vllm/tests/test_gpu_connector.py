@@ -17,15 +17,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from l2kit import ConfigError, Layout, MemoryObj
+from l2kit.layout import DTYPES
 from l2kit_vllm.cuda_transfers import CudaTransfers
 from l2kit_vllm.device_pages import DevicePages
 from l2kit_vllm.gpu_connector import Chunk, GPUConnector, Representation
 from l2kit_vllm.object_bytes import Span
 from l2kit_vllm.page_geometry import Arrangement
 from l2kit_vllm.paged_layout import PagedLayout
-
-from l2kit import ConfigError, Layout, MemoryObj
-from l2kit.layout import DTYPES
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -66,7 +66,7 @@ class Pool:
 
     @property
     def elements(self) -> npt.NDArray[Any]:
-        return self.bytes.view(np.dtype(f"u{self.layout.page.itemsize}"))
+        return self.bytes.view(f"u{self.layout.page.itemsize}")
 
     def token_slots(self, block_ids: list[int], start: int, end: int) -> Ints:
         """Elements of tokens in canonical order: plane, layer, token, head, element; flat."""
@@ -80,8 +80,8 @@ class Pool:
         """Native bytes of blocks of a layer: each page's elements in the order of their addresses."""
         ratio = self.layout.pages_per_block
         pages = [block * ratio + i for block in block_ids for i in range(ratio)]
-        found = [np.sort(np.concatenate([plane[layer, page].ravel() for plane in self.slots])) for page in pages]
-        return self.elements[np.concatenate(found)]
+        places = [np.sort(np.concatenate([plane[layer, page].ravel() for plane in self.slots])) for page in pages]
+        return np.take(self.elements, np.concatenate(places))
 
 
 def make_pool(layout: PagedLayout, torch_dtype: torch.dtype, order: str, *, pad: int = 0, lead: int = 0) -> Pool:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from l2kit import ConfigError
 from l2kit_vllm.page_geometry import AXES, Arrangement
 from l2kit_vllm.paged_layout import PagedLayout
 from l2kit_vllm.vllm_specs import from_vllm
-
-from l2kit import ConfigError
 
 BLOCKS, TOKENS, HEADS, DIM = 6, 4, 3, 8
 
@@ -338,11 +338,11 @@ def test_a_group_of_unlike_layers_is_refused() -> None:
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 def test_vllm_writes_cpu_pages_as_we_declare_them(isa: str) -> None:
     """The declared order against the operation that writes it (which needs no AMX to pack for AMX)."""
-    from l2kit_vllm.gpu_connector import GPUConnector
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
     from l2kit import MemoryObj
+    from l2kit_vllm.gpu_connector import GPUConnector
 
     current_platform.import_kernels()
     spec = FullAttentionSpec()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import anyio.lowlevel
+import anyio
 import pytest
 
 from l2kit.errors import BackendTimeoutError, TaskCancelledError
@@ -50,7 +50,7 @@ class ConcurrencyTests(Conformance):
         writing = True
 
         async def write(number: int) -> None:
-            for turn in range(4):
+            for turn in range(8):
                 await self.store(adapter, {key: versions[(number + turn) % len(versions)]})
 
         async def write_all() -> None:
@@ -60,19 +60,19 @@ class ConcurrencyTests(Conformance):
                     writers.start_soon(write, number)
             writing = False
 
-        async def read() -> None:
+        async def read(pause: int) -> None:
             nonlocal reads
             while writing:
                 outcome, received = await self.load(adapter, key, room)
                 assert outcome.loaded, f"a reader must find the old or the new object: {outcome}"
                 assert received[: outcome.nbytes] in versions, "a mixture of two versions"
                 reads += 1
-                await anyio.lowlevel.checkpoint()
+                await pass_time(pause)
 
         async with anyio.create_task_group() as group:
             group.start_soon(write_all)
-            group.start_soon(read)
-            group.start_soon(read)
+            for pause in range(1, 6):  # out of step with each other, so that one of them looks at every moment
+                group.start_soon(read, pause)
         assert reads
         outcome, received = await self.load(adapter, key, room)
         assert received[: outcome.nbytes] in versions

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,9 @@ from l2kit.outcomes import StoreStatus
 from l2kit_posix.config import FileConfig
 from l2kit_posix.eviction import Eviction
 from l2kit_posix.failures import ABSENT, NO_DESCRIPTOR, NO_SPACE
+from l2kit_posix.files import OpenObject, object_status, open_object, publish
 from l2kit_posix.index import Found, Index
-from l2kit_posix.leases import Leases, OpenObject, default_max_open, open_object
+from l2kit_posix.leases import Leases, default_max_open
 from l2kit_posix.names import object_path
 from l2kit_posix.scan import Folder, list_folder, object_folders
 from l2kit_posix.staging import Staging, make_folder, sweep
@@ -161,7 +161,7 @@ class ObjectDirectory:
         for key in keys:
             self._checkpoint()
             path = object_path(self.objects, key)
-            status = _status(path)
+            status = object_status(path)
             if status is None:
                 self._absent(key, path)
             else:
@@ -250,24 +250,15 @@ class ObjectDirectory:
             finally:
                 os.close(fd)  # some network file systems report here that there was no space
             with self._eviction.lock_of(key):
-                self._publish(unfinished, path)
+                publish(unfinished, path, self._folder_mode)
                 self._index.put(key, size, now_ns, reserved=True)
         except BaseException:
             with suppress(OSError):
                 Path(unfinished).unlink()
             raise
 
-    def _publish(self, unfinished: str, path: str) -> None:
-        try:
-            Path(unfinished).replace(path)
-        except FileNotFoundError:
-            fan_out = Path(path).parent
-            for folder in (fan_out.parent.parent, fan_out.parent, fan_out):
-                make_folder(folder, self._folder_mode)
-            Path(unfinished).replace(path)
-
     def _is_complete(self, key: ObjectKey, path: str, size: int) -> bool:
-        status = _status(path)
+        status = object_status(path)
         if status is None or status.st_size != size:
             return False
         self._used(key, path, size)
@@ -300,7 +291,7 @@ class ObjectDirectory:
         locked = self._leases.borrow(key)
         if locked is not None:
             try:
-                status = _status(path)
+                status = object_status(path)
             except BaseException:
                 self._leases.give_back(locked)
                 raise
@@ -314,7 +305,7 @@ class ObjectDirectory:
         due = self._index.touch(key, size, now_ns)
         if due is None:  # another process wrote or replaced it: from now on it counts
             with self._eviction.lock_of(key), suppress(OSError):
-                status = _status(path)
+                status = object_status(path)
                 if status is not None:
                     self._index.put(key, status.st_size, status.st_mtime_ns)
                     due = self._index.touch(key, status.st_size, now_ns)
@@ -325,7 +316,7 @@ class ObjectDirectory:
         """Mend the index after a miss, unless a store has just put the object there."""
         if key in self._index:
             with self._eviction.lock_of(key), suppress(OSError):
-                if _status(path) is None:
+                if object_status(path) is None:
                     self._index.remove(key)
 
     def _save_use(self, path: str, used_ns: int) -> None:
@@ -348,14 +339,3 @@ class ObjectDirectory:
     def _count(self, event: str, number: int) -> None:
         with self._events_lock:
             self.events[event] += number
-
-
-def _status(path: str) -> os.stat_result | None:
-    """What `lstat` says of an object's file; None when there is no regular file."""
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
-    return status if stat.S_ISREG(status.st_mode) else None

@@ -4,52 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
-import stat
 import threading
 from collections.abc import Sequence
 from typing import Final
 
 from l2kit.keys import ObjectKey
-from l2kit_posix.failures import ABSENT
+from l2kit_posix.files import OpenObject
 
-#: NONBLOCK: a pipe that lies where an object should be must not hang the thread that opens it.
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Assumed where the limit of open files is unlimited.
 _MANY_FILES: Final = 1 << 16
-
-
-class OpenObject:
-    """A file descriptor of one object, shared by leases and readers; the last one that lets go closes it."""
-
-    __slots__ = ("fd", "identity", "users")
-
-    def __init__(self, fd: int, status: os.stat_result) -> None:
-        self.fd: Final = fd
-        self.identity: Final = (status.st_dev, status.st_ino)
-        self.users = 1
-
-
-def open_object(path: str) -> tuple[OpenObject, os.stat_result] | None:
-    """Open the object at ``path`` for reading; None when there is none (a folder or a pipe is none either).
-
-    Raises:
-        OSError: it cannot be said, or it is there and cannot be read.
-    """
-    try:
-        fd = os.open(path, _READ)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        os.close(fd)
-        raise
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        return None
-    return OpenObject(fd, status), status
 
 
 def default_max_open() -> int:

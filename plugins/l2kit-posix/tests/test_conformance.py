@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from l2kit_posix.names import object_path
 
 from l2kit import ObjectKey
 from l2kit.testing import AdapterConformance
 from l2kit.testing.groups.base import Adapter
+from l2kit_posix.names import object_path
 
 
 class TestFile(AdapterConformance):
@@ -28,6 +28,7 @@ class TestFile(AdapterConformance):
         return Path(object_path(f"{adapter.config.path}/objects", key))
 
 
+@pytest.mark.slow
 class TestFileWithLimit(TestFile):
     @pytest.fixture
     def adapter_url(self, tmp_path: Path) -> str:

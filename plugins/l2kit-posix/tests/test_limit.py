@@ -1,7 +1,5 @@
 """``max_bytes`` and full file systems: what goes, in which order, and that the limit is one at every moment."""
 
-# ruff: noqa: ASYNC240 - tests look at files directly, on a loop that nobody else uses
-
 from __future__ import annotations
 
 import os
@@ -14,10 +12,10 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
-from l2kit_posix.names import object_path
 
 from l2kit.errors import AuthError, CapacityError
 from l2kit.testing.groups.base import Adapter, Conformance, content, source
+from l2kit_posix.names import object_path
 
 #: Of the payload; a stored object has a page of envelope in front of it.
 _NBYTES = 100_000

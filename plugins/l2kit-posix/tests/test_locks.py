@@ -7,10 +7,10 @@ import resource
 from pathlib import Path
 
 import pytest
-from l2kit_posix.leases import default_max_open
-from l2kit_posix.names import object_path
 
 from l2kit.testing.groups.base import Adapter, Conformance, content, source
+from l2kit_posix.leases import default_max_open
+from l2kit_posix.names import object_path
 
 _NBYTES = 50_000
 _STORED = 4096 + _NBYTES

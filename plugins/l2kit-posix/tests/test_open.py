@@ -1,7 +1,5 @@
 """Opening a directory: what is refused and how it is said, what is rebuilt, what is swept, and what is left alone."""
 
-# ruff: noqa: ASYNC240 - tests look at files directly, on a loop that nobody else uses
-
 from __future__ import annotations
 
 import os
@@ -14,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from l2kit_posix.names import object_path
-from l2kit_posix.staging import ORPHAN_AGE_S
 
 from l2kit import ConfigError
 from l2kit.testing.groups.base import Conformance, content
+from l2kit_posix.names import object_path
+from l2kit_posix.staging import ORPHAN_AGE_S
 
 _NOBODY = 65534
 

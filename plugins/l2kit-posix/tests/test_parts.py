@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from l2kit import ConfigError, L2Error, ObjectKey, open_adapter
+from l2kit.errors import AuthError, BackendBusyError, BackendError, CapacityError, TransientBackendError
 from l2kit_posix import FileConfig
 from l2kit_posix.failures import translate
 from l2kit_posix.index import TOUCH_INTERVAL_NS, Found, Index
 from l2kit_posix.names import object_path, parse_names
 from l2kit_posix.vectors import read_file, vectors, write_file
-
-from l2kit import ConfigError, L2Error, ObjectKey, open_adapter
-from l2kit.errors import AuthError, BackendBusyError, BackendError, CapacityError, TransientBackendError
 
 numbers = st.integers(0, 2**32 - 1)
 keys = st.builds(

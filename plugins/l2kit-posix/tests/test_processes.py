@@ -1,6 +1,6 @@
 """Other processes at the same directory: they write, delete, and are killed."""
 
-# ruff: noqa: ASYNC240, ASYNC220 - tests look at files directly, on a loop that nobody else uses
+# ruff: noqa: ASYNC220 - tests look at files directly, on a loop that nobody else uses
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
-from l2kit_posix.names import object_path
 
 from l2kit import ObjectKey
 from l2kit.testing.groups.base import Adapter, Conformance, content, source
+from l2kit_posix.names import object_path
 
 #: Stores ``COUNT`` objects of ``NBYTES`` under keys of ``SEED``, the same ones again and again if there is one only,
 #: and says which are stored. Run as ``python -c WRITER URL SEED COUNT NBYTES``.

@@ -96,16 +96,13 @@ class RedisAdapter(L2Adapter[RedisConfig]):
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Pipelined STRLEN: one round trip for existence and sizes of up to 1,024 keys."""
-        names = [self._name(key) for key in keys]
-        return await self._converse(lambda connection: _sizes(connection, names)) if names else []
+        return await self._converse(lambda connection: _sizes(connection, [self._name(key) for key in keys]))
 
     async def delete_one(self, key: ObjectKey) -> bool:
         """UNLINK: the server frees the memory in the background."""
         name = self._name(key)
         # Not repeated on a new connection: the second answer would be "there was none".
-        deleted = await self._converse(
-            lambda connection: connection.call_integer(b"UNLINK", name), idempotent=False
-        )
+        deleted = await self._converse(lambda connection: connection.call_integer(b"UNLINK", name), idempotent=False)
         return deleted > 0
 
     async def iter_keys(self) -> AsyncIterator[KeyInfo]:
@@ -119,9 +116,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         cursor = b"0"
         while True:
             self._check_batch(())
-            cursor, found = await self._converse(
-                functools.partial(_scan_page, cursor=cursor, pattern=pattern)
-            )
+            cursor, found = await self._converse(functools.partial(_scan_page, cursor=cursor, pattern=pattern))
             for name, size in found:
                 key = self._key(name)
                 if key is not None and name not in seen:
@@ -147,9 +142,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         """See `l2kit_redis.faults.translate`."""
         return translate(error, f"{self.name} at {self.config.where}")
 
-    async def _converse(
-        self, conversation: Callable[[Connection], ResultT], *, idempotent: bool = True
-    ) -> ResultT:
+    async def _converse(self, conversation: Callable[[Connection], ResultT], *, idempotent: bool = True) -> ResultT:
         """Run a blocking conversation in a thread of ours, within the batch's deadline.
 
         Raises:
@@ -196,9 +189,7 @@ def _sizes(connection: Connection, names: Sequence[bytes]) -> list[int | None]:
     return sizes
 
 
-def _scan_page(
-    connection: Connection, *, cursor: bytes, pattern: bytes
-) -> tuple[bytes, list[tuple[bytes, int]]]:
+def _scan_page(connection: Connection, *, cursor: bytes, pattern: bytes) -> tuple[bytes, list[tuple[bytes, int]]]:
     reply = connection.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
     match reply:
         case [bytes() as following, list() as page]:

@@ -93,9 +93,7 @@ class RedisConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"verify: has a meaning only with TLS; use {TLS_SCHEME}:// or tls=true")
         if self.client_key_file is not None and self.client_cert_file is None:
             raise ConfigError("client_key_file: needs client_cert_file")
-        sources = [
-            name for name in ("password", "password_env", "password_file") if getattr(self, name) is not None
-        ]
+        sources = [name for name in ("password", "password_env", "password_file") if getattr(self, name) is not None]
         if len(sources) > 1:
             raise ConfigError(f"{sources[0]}: given together with {sources[1]}; choose one of them")
         if self.username is not None and not sources:
@@ -146,9 +144,7 @@ class RedisConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_field
                     content = file.read(_MAX_PASSWORD_BYTES + 1)
                 text = content.decode()
             except OSError as error:
-                raise ConfigError(
-                    f"password_file: cannot read {self.password_file}: {error.strerror}"
-                ) from error
+                raise ConfigError(f"password_file: cannot read {self.password_file}: {error.strerror}") from error
             except UnicodeDecodeError:  # not chained: the exception holds the file's content
                 raise ConfigError(f"password_file: {self.password_file} is not UTF-8 text") from None
             if len(content) > _MAX_PASSWORD_BYTES:
@@ -176,13 +172,9 @@ def options_from_url(url: ParsedURL) -> dict[str, Any]:
     put("password", url.password)
     if url.scheme == UNIX_SCHEME:
         if url.host is not None or url.port is not None:
-            raise ConfigError(
-                "host: a Unix socket has none; write redis+unix:///path/to/redis.sock, three slashes"
-            )
+            raise ConfigError("host: a Unix socket has none; write redis+unix:///path/to/redis.sock, three slashes")
         if not url.path.strip("/"):
-            raise ConfigError(
-                "path: redis+unix:// needs the socket's path, for example redis+unix:///run/redis.sock"
-            )
+            raise ConfigError("path: redis+unix:// needs the socket's path, for example redis+unix:///run/redis.sock")
         put("path", url.path)
         return options
     put("host", url.host or None)
@@ -190,9 +182,7 @@ def options_from_url(url: ParsedURL) -> dict[str, Any]:
     database = url.path.strip("/")
     if database:
         if not (database.isascii() and database.isdigit()):
-            raise ConfigError(
-                f"db: {database!r} in the URL's path is no database number; write {url.scheme}://host/0"
-            )
+            raise ConfigError(f"db: {database!r} in the URL's path is no database number; write {url.scheme}://host/0")
         put("db", database)
     if url.scheme == TLS_SCHEME:
         put("tls", True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 from typing import Final
 
 from l2kit_redis.faults import ProtocolError, ServerError
-from l2kit_redis.resp import Reply, ReplyReader, request, value_request
+from l2kit_redis.resp import Reply, ReplyReader, pipeline, request, value_request
 from l2kit_redis.stream import Patience, Stream
 
 #: The end of a value that is longer than its destination is read and thrown away up to here; beyond it a new
@@ -84,13 +85,15 @@ class Connection:
         self._outstanding -= 1
         if isinstance(reply, ServerError):
             raise ServerError(str(reply), secret=True)
+        if reply != b"OK":
+            raise ProtocolError("AUTH was not answered with OK")
 
     def call_integers(self, command: bytes, keys: Sequence[bytes]) -> list[int | ServerError]:
         """Send ``command`` for each key in pipelines and return the integers, or errors, in key order."""
         answers: list[int | ServerError] = []
         for start in range(0, len(keys), _PIPELINE_COMMANDS):
             part = keys[start : start + _PIPELINE_COMMANDS]
-            self._send([b"".join([request(command, key) for key in part])], len(part))
+            self._send([pipeline(command, part)], len(part))
             answers += self._replies.integers(len(part))
             self._outstanding -= len(part)
         return answers
@@ -103,11 +106,7 @@ class Connection:
         """
         expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms is not None else ()
         front, back = value_request((b"SET", key), sum(map(len, data)), expiry)
-        try:
-            self._send([front, *data, back], 1)
-        except ConnectionError:
-            self._raise_last_words()
-            raise
+        self._send([front, *data, back], 1)
         if self._take_reply() != b"OK":
             raise ProtocolError("SET was not answered with OK")
 
@@ -145,7 +144,11 @@ class Connection:
 
     def _send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
         self._outstanding += replies
-        self._stream.send(buffers)
+        try:
+            self._stream.send(buffers)
+        except ConnectionError:
+            self._raise_last_words()
+            raise
 
     def _take_reply(self) -> Reply:
         reply = self._replies.reply()
@@ -158,6 +161,8 @@ class Connection:
         """Raise why the server hung up in the middle of a request, if it has said so and that can be read."""
         try:
             reply = self._replies.reply()
+        except ssl.SSLError as alert:
+            raise alert from None
         except (OSError, ProtocolError):
             return
         if isinstance(reply, ServerError):

@@ -48,13 +48,14 @@ class Dialer:
         """
         if not self.outdated:
             return
-        self.outdated = False
+        self.outdated = False  # first: what is lost meanwhile must not be forgotten
         try:
             self.addresses = await self._look_up()
-        except OSError:
+        except BaseException as error:
             self.outdated = True
-            if not self.addresses:
-                raise  # otherwise the old addresses may still be good, while the name server is not
+            if not self.addresses or not isinstance(error, OSError):
+                raise
+            # The old addresses may still be good, while the name server is not.
 
     def dial(self, patience: Patience) -> Connection:
         """Make a connection that is logged in and in the right database. Blocks.
@@ -93,9 +94,10 @@ class Dialer:
             return tuple(Address(family, target) for family, _, _, _, target in found)
         except socket.gaierror:
             pass
-        with anyio.fail_after(self._config.connect_limit_s):
+        with anyio.move_on_after(self._config.connect_limit_s):
             named = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return tuple(Address(family, target) for family, _, _, _, target in named)
+            return tuple(Address(family, target) for family, _, _, _, target in named)
+        raise TimeoutError(f"the host name was not resolved within {self._config.connect_limit_s:g} s")
 
     def _reach(self, address: Address, patience: Patience) -> Stream:
         connected = connect(address, patience)

@@ -59,10 +59,8 @@ class ConnectionPool:
         """Close all connections; conversations in progress fail at once. Does not block."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
             busy = list(self._busy)
-        for connection in idle:
-            connection.close()
+        self._close_idle()
         for connection in busy:  # their threads close them
             connection.abort()
 
@@ -78,6 +76,10 @@ class ConnectionPool:
             keep = not error.reconnect
             self._dialer.outdated |= error.reconnect
             raise
+        except TimeoutError:
+            self._dialer.outdated = True
+            self._close_idle()  # if the way to the server is gone, each of them would cost a time-out of its own
+            raise
         except OSError:
             self._dialer.outdated = True
             raise
@@ -87,8 +89,8 @@ class ConnectionPool:
 
     def _lend(self) -> Connection | None:
         while True:
+            self._check_open()
             with self._lock:
-                self._check_open()
                 if not self._idle:
                     return None
                 connection = self._idle.pop()
@@ -99,6 +101,7 @@ class ConnectionPool:
             self._give_back(connection, keep=False)
 
     def _dial(self, patience: Patience) -> Connection:
+        self._check_open()
         try:
             connection = self._dialer.dial(patience)
         except OSError:
@@ -118,6 +121,12 @@ class ConnectionPool:
                 self._idle.append(connection)
                 return
         connection.close()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -29,9 +29,13 @@ def request(*words: bytes) -> bytes:
     return b"*%d\r\n%b" % (len(words), b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words]))
 
 
-def value_request(
-    before: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()
-) -> tuple[bytes, bytes]:
+def pipeline(command: bytes, keys: Sequence[bytes]) -> bytes:
+    """The same command for each key, one after the other."""
+    head = b"*2\r\n$%d\r\n%b\r\n" % (len(command), command)
+    return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(key), key) for key in keys])
+
+
+def value_request(before: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()) -> tuple[bytes, bytes]:
     """One command around a value that is sent separately: the bytes to send in front of it and behind it."""
     words = len(before) + 1 + len(after)
     front = [b"$%d\r\n%b\r\n" % (len(word), word) for word in before]

@@ -138,7 +138,7 @@ class Stream:
     def abort(self) -> None:
         """Make a blocked or later call of the owning thread fail at once. From any thread; does not block."""
         with suppress(OSError):
-            # Not SSLSocket's own: that one drops its TLS state, and the owner would read ciphertext as an answer.
+            # Not SSLSocket's own: that one drops its TLS state, and the owner would take ciphertext as text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -193,9 +193,7 @@ def connect(address: Address, patience: Patience) -> socket.socket:
     return connecting
 
 
-def start_tls(
-    plain: socket.socket, context: ssl.SSLContext, server_name: str, patience: Patience
-) -> ssl.SSLSocket:
+def start_tls(plain: socket.socket, context: ssl.SSLContext, server_name: str, patience: Patience) -> ssl.SSLSocket:
     """Put TLS on a connected socket, which is closed when that fails.
 
     Raises:

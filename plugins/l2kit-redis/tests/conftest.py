@@ -55,11 +55,15 @@ def prefix(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def remove_all(server: RespServer, prefix: str) -> None:
-    cursor: object = b"0"
+    cursor = "0"
     while True:
-        reply = server.command("SCAN", str(cursor, "ascii"), "MATCH", f"{prefix}*", "COUNT", 1000)  # type: ignore[call-overload]
-        cursor, names = reply  # type: ignore[misc]
-        if names:
-            server.command("UNLINK", *names)
-        if cursor == b"0":
+        match server.command("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", 1000):
+            case [bytes() as following, list() as names]:
+                keys = [name for name in names if isinstance(name, bytes)]
+                if keys:
+                    server.command("UNLINK", *keys)
+                cursor = following.decode()
+            case reply:
+                raise AssertionError(reply)
+        if cursor == "0":
             return

@@ -20,7 +20,7 @@ class OnServer(AdapterConformance):
     server: ClassVar[RespServer]
 
     def name(self, adapter: L2Adapter[Any], key: ObjectKey) -> str:
-        return adapter.config.key_prefix + key.encode()
+        return f"{adapter.config.key_prefix}{key.encode()}"
 
     def raw_read(self, adapter: L2Adapter[Any], key: ObjectKey) -> bytes | None:
         stored = type(self).server.command("GET", self.name(adapter, key))

@@ -1,5 +1,6 @@
-"""A network that delays, fragments, hangs, truncates and lies: outcomes come in time, no byte is wrong, and the next
-answer is right.
+"""A network that delays, fragments, hangs, cuts off and lies.
+
+Outcomes come in time, no byte is wrong, and the next answer is right.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from l2kit_redis import RedisAdapter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.service]
 
-SLACK_S = 0.5
+SLACK_S = 1.0
 OBJECT_BYTES = 3000
 
 
@@ -33,7 +34,8 @@ class Proxy:
     Attributes:
         delay_s: wait before each piece of a reply.
         piece_bytes: length of these pieces.
-        budget: bytes of replies that still go through; None for all. Then it hangs, or closes if ``then_close``.
+        budget: bytes of replies that still go through, None for all; then it hangs.
+        then_close: it closes instead.
         deaf: requests are not even read.
         accepted: connections so far.
     """
@@ -55,7 +57,13 @@ class Proxy:
 
     def heal(self) -> None:
         """Forward everything from now on. What hangs stays as it is."""
-        self.delay_s, self.piece_bytes, self.budget, self.then_close, self.deaf = 0.0, 1 << 16, None, False, False
+        self.delay_s, self.piece_bytes, self.budget, self.then_close, self.deaf = (
+            0.0,
+            1 << 16,
+            None,
+            False,
+            False,
+        )
 
     def say(self, data: bytes) -> None:
         """Send ``data`` to all clients, as if the server had."""

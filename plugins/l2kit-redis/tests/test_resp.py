@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
@@ -28,7 +29,7 @@ def reading(data: bytes, cuts: tuple[int, ...] = ()) -> Iterator[ReplyReader]:
 
     def write() -> None:
         try:
-            for start, stop in zip(places, places[1:], strict=False):
+            for start, stop in itertools.pairwise(places):
                 theirs.sendall(data[start:stop])
             theirs.shutdown(socket.SHUT_WR)
         except OSError:  # the reader has seen enough

@@ -31,7 +31,7 @@ from l2kit.testing.servers import RespServer, ServerError, free_port, run_server
 pytestmark = [pytest.mark.anyio, pytest.mark.service]
 
 SECRET = "xyzzy-open-sesame"
-SLACK_S = 0.5
+SLACK_S = 1.0
 
 
 def key(number: int) -> ObjectKey:
@@ -68,7 +68,7 @@ async def opening_error(url: str, **options: Any) -> BaseException:
     return caught.value
 
 
-# --- opening ------------------------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
 async def test_a_wrong_password_is_an_error_at_start_up(redis_server: RespServer) -> None:
@@ -83,9 +83,9 @@ async def test_a_missing_password_is_an_error_at_start_up(redis_server: RespServ
     assert "password_file" in str(error)
 
 
-async def test_a_password_for_a_server_without_one(prefix: str) -> None:
-    with run_server("redis", requirepass="") as server:
-        error = await opening_error(f"redis://:{SECRET}@{server.host}:{server.port}")
+async def test_a_password_for_a_server_without_one(own_server: RespServer) -> None:
+    own_server.command("CONFIG", "SET", "requirepass", "")
+    error = await opening_error(f"redis://:{SECRET}@{own_server.host}:{own_server.port}")
     assert isinstance(error, AuthError)
     assert "requirepass" in str(error)
 
@@ -142,12 +142,10 @@ async def test_the_password_may_come_from_elsewhere(
         assert (await adapter.probe()).ok
 
 
-# --- permissions ----------------------------------------------------------------------------------------------
+# --- permissions ----------------------------------------------------------------------------------
 
 
-async def test_an_acl_user_with_the_documented_rights_can_do_everything(
-    redis_server: RespServer, prefix: str
-) -> None:
+async def test_an_acl_user_with_the_documented_rights_can_do_everything(redis_server: RespServer, prefix: str) -> None:
     name = f"user-{os.urandom(4).hex()}"
     commands = ["+ping", "+select", "+get", "+set", "+strlen", "+unlink", "+scan", "+info"]
     redis_server.command("ACL", "SETUSER", name, "on", f">{SECRET}", f"~{prefix}*", "-@all", *commands)
@@ -198,7 +196,7 @@ async def test_a_rotated_password_needs_no_restart(own_server: RespServer, tmp_p
             assert client.recv(1000)
 
 
-# --- a server in trouble ----------------------------------------------------------------------------------------
+# --- a server in trouble --------------------------------------------------------------------------
 
 
 async def test_a_server_that_dies_between_lookup_and_load_and_comes_back(own_server: RespServer) -> None:
@@ -273,8 +271,8 @@ async def test_a_frozen_server_costs_no_more_than_the_deadline(own_server: RespS
         load = adapter.submit_load_task([key(1)] * 9, [blank(6) for _ in range(9)], deadline=deadline)
         store = adapter.submit_store_task([key(2)], [source(bytes(32 << 20))], deadline=deadline)
         lookup = adapter.submit_lookup_and_lock_task([key(1)], deadline=deadline)
-        for outcome in [*await load, *await store]:
-            assert isinstance(outcome.error, BackendTimeoutError)
+        errors = [outcome.error for outcome in await load] + [outcome.error for outcome in await store]
+        assert all(isinstance(error, BackendTimeoutError) for error in errors), errors
         await lookup.wait_ended()
         assert anyio.current_time() - started < 0.4 + SLACK_S
         own_server.resume()
@@ -311,7 +309,7 @@ async def test_a_server_without_room_for_clients_is_busy() -> None:
     with run_server("redis", maxclients="1") as server:
         async with l2kit.open_adapter(server.url()):
             error = await opening_error(server.url())
-        assert isinstance(error, BackendBusyError | TransientBackendError)
+        assert isinstance(error, BackendBusyError), error
 
 
 async def test_a_replica_refuses_stores_with_a_clear_error(own_server: RespServer) -> None:
@@ -335,7 +333,7 @@ async def test_a_cluster_node_is_named_as_such() -> None:
                 await adapter.submit_lookup_and_lock_task([key(1)])
 
 
-# --- what is stored where -----------------------------------------------------------------------------------------
+# --- what is stored where -------------------------------------------------------------------------
 
 
 async def test_objects_lie_under_prefix_and_key(redis_server: RespServer, url: str, prefix: str) -> None:
@@ -346,9 +344,7 @@ async def test_objects_lie_under_prefix_and_key(redis_server: RespServer, url: s
         assert stored.endswith(b"here")
 
 
-async def test_prefixes_with_glob_characters_do_not_see_each_other(
-    redis_server: RespServer, prefix: str
-) -> None:
+async def test_prefixes_with_glob_characters_do_not_see_each_other(redis_server: RespServer, prefix: str) -> None:
     names = ["*", "?", "[ab]", "a", "b", "x*y", "\\", "\\*", "[^a]", "a-b", "\u00fc{tag}"]
     adapters = [l2kit.open_adapter(redis_server.url(), key_prefix=f"{prefix}{name}/") for name in names]
     for number, adapter in enumerate(adapters):
@@ -372,9 +368,7 @@ async def test_databases_do_not_see_each_other(redis_server: RespServer, prefix:
         await three.submit_delete_task([key(1)])
 
 
-async def test_foreign_keys_under_the_prefix_are_left_alone(
-    redis_server: RespServer, url: str, prefix: str
-) -> None:
+async def test_foreign_keys_under_the_prefix_are_left_alone(redis_server: RespServer, url: str, prefix: str) -> None:
     redis_server.command("SET", f"{prefix}not-a-key", "x")
     redis_server.command("RPUSH", prefix + key(1).encode(), "a list")
     async with l2kit.open_adapter(url) as adapter:
@@ -394,7 +388,7 @@ async def test_objects_expire(redis_server: RespServer, url: str, prefix: str) -
         assert 0 < left_ms <= 400
         assert (await adapter.submit_load_task([key(1)], [blank(11)]))[0].loaded
         with anyio.fail_after(5):
-            while (await adapter.submit_lookup_and_lock_task([key(1)]))[0].hit:
+            while (await adapter.submit_lookup_and_lock_task([key(1)]))[0].hit:  # noqa: ASYNC110
                 await anyio.sleep(0.02)
         assert (await adapter.submit_load_task([key(1)], [blank(11)]))[0].status is LoadStatus.MISS
 
@@ -406,9 +400,7 @@ async def test_without_a_ttl_objects_stay(redis_server: RespServer, url: str, pr
 
 
 @pytest.mark.parametrize("beyond", [1, 1000, (1 << 20) + 1, 8 << 20])
-async def test_a_value_longer_than_the_buffers(
-    redis_server: RespServer, url: str, prefix: str, beyond: int
-) -> None:
+async def test_a_value_longer_than_the_buffers(redis_server: RespServer, url: str, prefix: str, beyond: int) -> None:
     async with l2kit.open_adapter(url) as adapter:
         await adapter.submit_store_task([key(1), key(2)], [source(b"a" * 1000), source(b"b" * 1000)])
         stored = redis_server.command("GET", prefix + key(1).encode())

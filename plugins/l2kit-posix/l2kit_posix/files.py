@@ -1,0 +1,78 @@
+"""The file of one object: looked at, opened, given its name. Only a regular file is an object; no link is followed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from l2kit_posix.failures import ABSENT
+from l2kit_posix.staging import make_folder
+
+#: NONBLOCK: a pipe that lies where an object should be must not hang the thread that opens it.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class OpenObject:
+    """A file descriptor of one object, shared by leases and readers; the last one that lets go closes it."""
+
+    __slots__ = ("fd", "identity", "users")
+
+    def __init__(self, fd: int, status: os.stat_result) -> None:
+        self.fd: Final = fd
+        self.identity: Final = (status.st_dev, status.st_ino)
+        self.users = 1
+
+
+def open_object(path: str) -> tuple[OpenObject, os.stat_result] | None:
+    """Open the object at ``path`` for reading; None when there is none (a folder or a pipe is none either).
+
+    Raises:
+        OSError: it cannot be said, or it is there and cannot be read.
+    """
+    try:
+        fd = os.open(path, _READ)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        os.close(fd)
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        return None
+    return OpenObject(fd, status), status
+
+
+def object_status(path: str) -> os.stat_result | None:
+    """What the file system says of the object at ``path``; None when there is none.
+
+    Raises:
+        OSError: it cannot be said.
+    """
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def publish(unfinished: str, path: str, folder_mode: int) -> None:
+    """Give a finished file its object's name, in place of an older object; folders are made as needed.
+
+    Raises:
+        OSError: it keeps its old name, or somebody removed it.
+    """
+    try:
+        Path(unfinished).replace(path)
+    except FileNotFoundError:
+        fan_out = Path(path).parent
+        for folder in (fan_out.parent.parent, fan_out.parent, fan_out):
+            make_folder(folder, folder_mode)
+        Path(unfinished).replace(path)
