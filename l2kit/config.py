@@ -130,6 +130,9 @@ class ParsedURL(msgspec.Struct, frozen=True):
         where = f"{self.host or ''}{f':{self.port}' if self.port else ''}"
         return f"{self.scheme}://{where}{self.path}"
 
+    def __repr__(self) -> str:
+        return f"ParsedURL({str(self)!r})"  # an option may be a secret
+
 
 def parse_url(url: str) -> ParsedURL:
     """Take an adapter URL apart.

@@ -88,8 +88,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         return _digest(b"l2kit-namespace", *parts).hex()
 
 
-class ObjectKey(msgspec.Struct, frozen=True, order=True):
-    """The name of one object.
+class ObjectKey(msgspec.Struct, frozen=True):
+    """The name of one object. Keys sort by their encoding.
 
     Attributes:
         namespace: a :attr:`Namespace.digest`, or any other label. Labels that are not 1 to 64 characters of
@@ -112,8 +112,8 @@ class ObjectKey(msgspec.Struct, frozen=True, order=True):
             raise ConfigError(f"namespace: {self.namespace!r} must be a non-empty string")
         if not isinstance(self.chunk_hash, bytes) or not 8 <= len(self.chunk_hash) <= 32:
             raise ConfigError("chunk_hash: must be 8 to 32 bytes")
-        numbers = (self.shard, self.shards, self.group, self.layer or 0)
-        if not all(0 <= n < 1 << 32 for n in numbers) or self.shard >= self.shards:
+        numbers = (self.shard, self.shards, self.group, 0 if self.layer is None else self.layer)
+        if not all(type(n) is int and 0 <= n < 1 << 32 for n in numbers) or self.shard >= self.shards:
             raise ConfigError(f"shard: {self.shard} of {self.shards}, group {self.group}, layer {self.layer} is no key")
         # "x-" starts only hashed labels, so a verbatim label can never collide with one.
         verbatim = _VERBATIM.match(self.namespace) and not self.namespace.startswith("x-")
@@ -159,6 +159,9 @@ class ObjectKey(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return self.encode()
+
+    def __lt__(self, other: ObjectKey) -> bool:
+        return self.encode() < other.encode()
 
 
 class MultimodalHash(msgspec.Struct, frozen=True):

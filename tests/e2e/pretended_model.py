@@ -1,4 +1,4 @@
-"""The model that the scheduler harness pretends to serve: a configuration and a KV cache layout, and nothing that computes."""
+"""The model that the scheduler harness pretends to serve: a configuration and a KV cache layout, and no weights."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ vLLM's CPU platform never does that by itself.
     step = harness.schedule()
     harness.update(step, KVConnectorOutput(finished_recving={request_id}))
 
-With a worker-side connector at hand, :meth:`SchedulerHarness.run_worker` calls its hooks in vLLM's order and returns the
-`KVConnectorOutput`, with the paged tensors of :meth:`SchedulerHarness.allocate_pages` behind it.
+A worker-side connector can take part: :meth:`SchedulerHarness.make_worker` gives it paged tensors, and
+:meth:`SchedulerHarness.run_worker` calls its hooks in vLLM's order and returns the `KVConnectorOutput`.
 """
 
 from __future__ import annotations

@@ -29,13 +29,14 @@ class Engines(NamedTuple):
 def engines(start: Start, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder = tmp_path_factory.mktemp("tier")
     storage = {"tiers": [f"file://{folder}"]}
-    return Engines(*[start(name, llama, storage=storage) for name in ("first", "second", "third")], folder)
+    first, second, third = [start(name, llama, storage=storage) for name in ("first", "second", "third")]
+    return Engines(first, second, third, folder)
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays(engines: Engines) -> Iterator[None]:
     yield
-    for process in engines[:3]:
+    for process in (engines.first, engines.second, engines.third):
         process.drain()
         assert process.leftovers() == {}
 

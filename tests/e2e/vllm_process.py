@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import pytest
 
@@ -460,7 +460,7 @@ class VLLMProcess:
             size -= len(part)
         return b"".join(parts)
 
-    def _fail(self, what: str) -> Any:
+    def _fail(self, what: str) -> NoReturn:
         pytest.fail(f"vLLM process {self.name} {what}; the end of what it wrote:\n{self.tail()}")
 
 

@@ -1,19 +1,18 @@
-"""What the base class does for every adapter: errors, deadlines, fan-out, healing, leases, mixed codecs, closing."""
+"""What the base class does for every adapter: errors, deadlines, fan-out, leases, the probe, opening and closing."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from l2kit import adapter as adapter_module
-from l2kit.adapter import Capabilities, L2Adapter
 from l2kit.config import AdapterConfig, Secret, parse_url
 from l2kit.errors import (
     AuthError,
@@ -23,112 +22,25 @@ from l2kit.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
-    CorruptObjectError,
     L2Error,
     TaskCancelledError,
 )
 from l2kit.keys import ObjectKey
-from l2kit.layout import Layout
-from l2kit.memory import MemoryObj
-from l2kit.outcomes import StoreStatus
-from l2kit.serde import Codec, CodecChain
-from tests.unit.small_codecs import Codecs, HalfCodec, XorCodec, ZlibCodec
+from tests.unit.dict_adapter import (
+    DATA,
+    KEY,
+    DictAdapter,
+    SmallAdapter,
+    blank,
+    hang,
+    keys,
+    make,
+    raising,
+    wrap,
+)
+from tests.unit.small_codecs import HalfCodec
 
 pytestmark = pytest.mark.anyio
-
-Hook = Callable[..., Awaitable[Any]]
-AdapterT = TypeVar("AdapterT", bound="DictAdapter")
-
-
-class DictAdapter(L2Adapter[AdapterConfig]):
-    """Keeps objects in a dict; any hook can be replaced for a test by putting another into ``hooks``."""
-
-    capabilities = Capabilities(persistent=False, shared=False)
-
-    async def open(self) -> None:
-        self.objects: dict[ObjectKey, bytes] = {}
-        self.calls: Counter[str] = Counter()
-        self.released: list[ObjectKey] = []
-        self.hooks: dict[str, Hook] = {}
-
-    async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
-        self.calls["store"] += 1
-        if "store" in self.hooks:
-            await self.hooks["store"](key, data)
-        self.objects[key] = b"".join(data)
-        return StoreStatus.STORED
-
-    async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
-        self.calls["load"] += 1
-        if "load" in self.hooks:
-            return await self.hooks["load"](key, into)  # type: ignore[no-any-return]
-        return self.fill(into, self.objects.get(key))
-
-    async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
-        self.calls["lookup"] += 1
-        if "lookup" in self.hooks:
-            return await self.hooks["lookup"](keys)  # type: ignore[no-any-return]
-        return [len(self.objects[key]) if key in self.objects else None for key in keys]
-
-    async def delete_one(self, key: ObjectKey) -> bool:
-        self.calls["delete"] += 1
-        if "delete" in self.hooks:
-            await self.hooks["delete"](key)
-        return self.objects.pop(key, None) is not None
-
-    async def release_many(self, keys: Sequence[ObjectKey]) -> None:
-        self.released += keys
-        if "release" in self.hooks:
-            await self.hooks["release"](keys)
-
-    def fill(self, into: Sequence[memoryview], data: bytes | None) -> int | None:
-        if data is None:
-            return None
-        rest = memoryview(data)
-        for segment in into:
-            part = rest[: len(segment)]
-            segment[: len(part)] = part
-            rest = rest[len(part) :]
-        return len(data)
-
-
-class AlignedAdapter(DictAdapter):
-    capabilities = Capabilities(persistent=False, shared=False, alignment=512)
-
-
-class SmallAdapter(DictAdapter):
-    capabilities = Capabilities(persistent=False, shared=False, max_object_bytes=300)
-
-
-def make(kind: type[AdapterT], codecs: Sequence[Codec] = (), **options: Any) -> AdapterT:
-    return kind(AdapterConfig(**options), name="tier", codecs=CodecChain(codecs), codec_source=Codecs())
-
-
-def keys(count: int) -> list[ObjectKey]:
-    return [ObjectKey("ns", number.to_bytes(16, "big")) for number in range(count)]
-
-
-def wrap(data: bytes | bytearray) -> MemoryObj:
-    return MemoryObj.wrap(data, Layout.raw(len(data)))
-
-
-def blank(nbytes: int) -> MemoryObj:
-    return MemoryObj.allocate(Layout.raw(nbytes))
-
-
-def raising(error: BaseException) -> Hook:
-    async def hook(*_: object) -> None:
-        raise error
-
-    return hook
-
-
-async def hang(*_: object) -> None:
-    await anyio.sleep_forever()
-
-
-KEY = keys(1)[0]
-DATA = b"payload " * 8
 
 
 class TestErrors:
@@ -259,11 +171,13 @@ class TestDeadlines:
             tasks: list[Any] = [
                 adapter.submit_load_task([KEY], [blank(1)]),
                 adapter.submit_delete_task([KEY]),
-                adapter.submit_unlock_task([KEY]),
             ]
             for task in tasks:
                 [outcome] = await task
                 assert isinstance(outcome.error, BackendTimeoutError)
+            with pytest.raises(BackendTimeoutError):
+                await adapter.submit_unlock_task([KEY])
+            assert adapter.held_leases == 0
             adapter.hooks.clear()
 
     async def test_a_hung_key_does_not_hold_back_the_others(self) -> None:
@@ -344,120 +258,6 @@ class TestLimits:
         async with make(DictAdapter, [HalfCodec()]) as adapter:
             with pytest.raises(ConfigError, match="'half'"):
                 _ = adapter.submit_store_task([KEY], [wrap(DATA)])
-
-
-class TestHealing:
-    async def test_a_damaged_object_is_deleted_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with make(DictAdapter) as adapter:
-            await adapter.submit_store_task(keys(2), [wrap(DATA)] * 2)
-            adapter.objects[KEY] = adapter.objects[KEY][:-1] + b"?"
-            targets = [blank(len(DATA)) for _ in range(2)]
-            outcomes = await adapter.submit_load_task(keys(2), targets)
-            assert [outcome.status for outcome in outcomes] == ["corrupt", "loaded"]
-            assert adapter.calls["delete"] == 1
-            assert (adapter.counters["load.corrupt"], adapter.counters["corrupt.checksum"]) == (1, 1)
-            assert KEY.encode() in caplog.text
-            [again] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
-            assert again.status == "miss"
-
-    async def test_corruption_inside_a_group_heals_too(self) -> None:
-        async with make(DictAdapter) as adapter:
-            adapter.hooks["load"] = raising(ExceptionGroup("", [CorruptObjectError("length", "a part is missing")]))
-            [outcome] = await adapter.submit_load_task([KEY], [blank(1)])
-            assert outcome.status == "corrupt"
-            assert adapter.calls["delete"] == 1
-
-    async def test_a_failed_deletion_changes_no_outcome(self) -> None:
-        async with make(DictAdapter) as adapter:
-            await adapter.submit_store_task([KEY], [wrap(DATA)])
-            adapter.objects[KEY] = b"foreign" * 50
-            adapter.hooks["delete"] = raising(PermissionError(13, "Permission denied"))
-            [outcome] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
-            assert outcome.status == "corrupt"
-
-    async def test_what_others_can_read_is_kept(self) -> None:
-        async with make(DictAdapter, [ZlibCodec()]) as adapter:
-            await adapter.submit_store_task([KEY], [wrap(DATA)])
-            stored = adapter.objects[KEY]
-            reader = DictAdapter(AdapterConfig(), name="reader", codecs=CodecChain(), codec_source=Codecs(XorCodec))
-            async with reader:
-                reader.objects[KEY] = stored
-                [outcome] = await reader.submit_load_task([KEY], [blank(len(DATA))])
-                assert outcome.status == "corrupt"
-                assert isinstance(outcome.error, CorruptObjectError)
-                assert outcome.error.reason == "unsupported"
-                assert reader.objects == {KEY: stored}
-
-    @pytest.mark.parametrize("filled", [0, 100, 256, 300])
-    async def test_a_short_read_is_never_loaded(self, filled: int) -> None:
-        async with make(DictAdapter) as adapter:
-            await adapter.submit_store_task([KEY], [wrap(DATA)])
-
-            async def short(key: ObjectKey, into: Sequence[memoryview]) -> int:
-                adapter.fill(into, adapter.objects[key][:filled])
-                return len(adapter.objects[key])  # a lie
-
-            adapter.hooks["load"] = short
-            [outcome] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
-            assert outcome.status == "corrupt"
-
-
-CHAINS: list[list[Codec]] = [[], [ZlibCodec()], [XorCodec(3)], [XorCodec(4)], [ZlibCodec(), XorCodec(5)]]
-
-
-class TestMixedHistory:
-    @pytest.mark.parametrize("reader_kind", [DictAdapter, AlignedAdapter])
-    @pytest.mark.parametrize("writer_kind", [DictAdapter, AlignedAdapter])
-    async def test_decoding_follows_the_envelope(
-        self, writer_kind: type[DictAdapter], reader_kind: type[DictAdapter]
-    ) -> None:
-        for nbytes in (0, 1, 10_000):
-            data = (b"compressible" * 1000)[:nbytes]
-            for written in CHAINS:
-                async with make(writer_kind, written) as writer:
-                    await writer.submit_store_task([KEY], [wrap(data)])
-                    stored = writer.objects[KEY]
-                for reading in CHAINS:
-                    async with make(reader_kind, reading) as reader:
-                        reader.objects[KEY] = stored
-                        target = blank(nbytes)
-                        [outcome] = await reader.submit_load_task([KEY], [target])
-                        assert outcome.loaded, (written, reading, nbytes, outcome)
-                        assert outcome.nbytes == nbytes
-                        assert target.tobytes() == data
-
-    async def test_payloads_start_at_the_alignment(self) -> None:
-        async with make(AlignedAdapter, [ZlibCodec()]) as adapter:
-            [outcome] = await adapter.submit_store_task([KEY], [wrap(DATA)])
-            stored = adapter.objects[KEY]
-            assert outcome.nbytes == len(stored)
-            assert ZlibCodec.codec_id.encode() in stored[:512]
-            assert stored[512:514] == b"\x78\x01"
-
-    async def test_damage_in_an_object_of_another_chain(self) -> None:
-        async with make(DictAdapter, [ZlibCodec()]) as writer:
-            await writer.submit_store_task([KEY], [wrap(DATA)])
-            stored = bytearray(writer.objects[KEY])
-        stored[-1] ^= 1
-        async with make(DictAdapter) as reader:
-            reader.objects[KEY] = bytes(stored)
-            [outcome] = await reader.submit_load_task([KEY], [blank(len(DATA))])
-            assert outcome.status == "corrupt"
-            assert reader.counters["corrupt.checksum"] == 1
-
-    async def test_an_object_that_goes_between_the_two_reads_is_a_miss(self) -> None:
-        async with make(DictAdapter, [ZlibCodec()]) as writer:
-            await writer.submit_store_task([KEY], [wrap(DATA)])
-            stored = writer.objects[KEY]
-        async with make(DictAdapter) as reader:
-
-            async def once(key: ObjectKey, into: Sequence[memoryview]) -> int | None:
-                return reader.fill(into, stored if reader.calls["load"] == 1 else None)
-
-            reader.hooks["load"] = once
-            [outcome] = await reader.submit_load_task([KEY], [blank(len(DATA))])
-            assert outcome.status == "miss"
-            assert reader.calls["load"] == 2
 
 
 class TestLeases:
@@ -620,7 +420,7 @@ class TestOpeningAndClosing:
             adapter.hooks["load"] = raising(ValueError("no reply from redis://:hunter2@host"))
             await adapter.submit_load_task([KEY], [blank(1)])
         assert "unexpected ValueError in the adapter" in caplog.text
-        assert "test_adapter.py" in caplog.text
+        assert "dict_adapter.py" in caplog.text
         assert "hunter2" not in caplog.text
 
 

@@ -297,3 +297,15 @@ for salt, lora in [(None, None), ("s", None), (None, "l"), ("s", "l")]:
         assert [interpreter.returncode for interpreter in interpreters] == [0] * 4
         assert len(outputs[0].splitlines()) == 17
         assert len(set(outputs)) == 1
+
+
+def test_keys_with_and_without_a_layer_sort_together() -> None:
+    chunk = bytes(16)
+    ordered = sorted([ObjectKey("b", chunk), ObjectKey("a", chunk, layer=3), ObjectKey("a", chunk)])
+    assert [(key.namespace, key.layer) for key in ordered] == [("a", None), ("a", 3), ("b", None)]
+
+
+@pytest.mark.parametrize("fields", [{"shard": True}, {"group": 1.0}, {"layer": "1"}, {"shards": None}])
+def test_numbers_of_a_key_are_integers(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is no key"):
+        ObjectKey("a", bytes(16), **fields)

@@ -86,7 +86,8 @@ class L1Machine(RuleBasedStateMachine):
     @rule(name=KEYS, nbytes=SIZES)
     def reserve(self, name: ObjectKey, nbytes: int) -> None:
         before = set(self.readable)
-        leased = {lease.key for lease, _ in self.leases}
+        # A lease on an object that was removed protects that object's memory, not a newer object of the same key.
+        leased = {lease.key for lease, _ in self.leases if lease._entry is not None and lease._entry.indexed}
         answer = self.l1.reserve_write(name, Layout.raw(nbytes), owner="writer")
         self._sync()
         assert before & leased <= set(self.readable), "a leased object was evicted"

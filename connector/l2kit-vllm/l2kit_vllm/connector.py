@@ -7,6 +7,7 @@ hook is counted, logged once per kind, and becomes a miss.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
@@ -67,6 +70,8 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
         check_block_size(storage.chunk_size, block_size)
         self._embedded = embedded_engines.attach(self._engine_id, storage)
         self._errors: set[str] = set()
+        self._closed = False
+        self._outer_exception: BaseException | None = None  # being handled when the step began
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         try:
@@ -126,18 +131,46 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
         """Order the load of what was offered, if vLLM took it."""
         side = self._scheduler
         assert side is not None
-        self._guard(
-            "update_state_after_alloc",
-            lambda: side.allocated(request, blocks.get_block_ids()[0], num_external_tokens),
-            otherwise=None,
-        )
+        block_ids = blocks.get_block_ids()[0]
+
+        def allocated() -> bool:
+            side.allocated(request, block_ids, num_external_tokens)
+            return True
+
+        if not self._guard("update_state_after_alloc", allocated, otherwise=False) and num_external_tokens:
+            side.nothing_to_load(request.request_id, block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """All orders of this step."""
         side = self._scheduler
         assert side is not None
-        orders = self._guard("build_connector_meta", lambda: side.orders(scheduler_output), otherwise=StepOrders())
-        return L2KitMetadata(orders)
+        nothing: StepOrders | None = None
+        orders = self._guard("build_connector_meta", lambda: side.orders(scheduler_output), otherwise=nothing)
+        return L2KitMetadata(side.orders_after_error() if orders is None else orders)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Learn where blocks that turn out to be wrong can be taken out of vLLM's own prefix cache."""
+        assert self._scheduler is not None
+        self._scheduler.prefix_cache = gpu_block_pool
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learn which failed loads vLLM knows of."""
+        side = self._scheduler
+        assert side is not None
+        failed = connector_output.invalid_block_ids
+        if failed:
+            self._guard("update_connector_output", lambda: side.loads_failed(failed), otherwise=None)
+
+    def reset_cache(self) -> bool:
+        """Give nobody what was stored until now: the weights may be others from here on."""
+        side = self._scheduler
+        assert side is not None
+
+        def reset() -> bool:
+            side.reset()
+            return True
+
+        return self._guard("reset_cache", reset, otherwise=False)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -161,7 +194,11 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn the pages. A layout that l2kit does not know is refused here, by name, before anything is served."""
         assert self._worker is not None
-        self._worker.register(kv_caches)
+        try:
+            self._worker.register(kv_caches)
+        except BaseException:
+            self.shutdown()  # vLLM does not start, and does not tell us
+            raise
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before any page is overwritten: let saves that still read one of this step's new pages go first."""
@@ -171,11 +208,22 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
             orders = kv_connector_metadata.orders
             self._guard("handle_preemptions", lambda: side.fence(orders.overwritten_block_ids), otherwise=None)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._outer_exception = sys.exception()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Write staged objects into pages, before the forward pass that reads them."""
-        side = self._worker
+        side, orders = self._worker, self._orders()
         assert side is not None
-        self._guard("start_load_kv", lambda: side.load(self._orders().loads), otherwise=None)
+
+        def load() -> bool:
+            side.load(orders.loads, orders.heard_of_block_ids)
+            return True
+
+        if not self._guard("start_load_kv", load, otherwise=False):
+            side.refuse(orders.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are ordered before the forward pass as a whole."""
@@ -186,9 +234,14 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do per layer: chunks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Start copying completed chunks out of the pages."""
+        """Start copying completed chunks out of the pages.
+
+        vLLM calls this on the way out of a forward pass that raised, too: then the pages hold nobody knows what.
+        """
         side = self._worker
         assert side is not None
+        if sys.exception() is not self._outer_exception:
+            return
         self._guard("wait_for_save", lambda: side.save(self._orders().saves), otherwise=None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -205,7 +258,10 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard("get_block_ids_with_load_errors", side.take_failed_block_ids, otherwise=set())
 
     def shutdown(self) -> None:
-        """Release everything; the last side of the process closes the storage."""
+        """Release everything; the last side of the process closes the storage. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             if self._worker is not None:
                 self._worker.close()
@@ -240,5 +296,16 @@ def _check_servable(vllm_config: Any, kv_cache_config: Any) -> int:
             "calculate_kv_scales: FP8 scales that each process measures for itself give the same bytes different "
             "meanings; use scales from the checkpoint"
         )
+    _check_spec(groups[0].kv_cache_spec)
     block_size: int = groups[0].kv_cache_spec.block_size
     return block_size
+
+
+def _check_spec(spec: Any) -> None:
+    """Refuse pages that vLLM takes back while their request runs, or that depend on later tokens."""
+    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        name = type(one).__name__
+        if name not in {"FullAttentionSpec", "MLAAttentionSpec"}:
+            raise ConfigError(f"this model's KV cache is of the kind {name}; l2kit serves full attention and MLA")
+        if getattr(one, "non_causal", False):
+            raise ConfigError(f"{name}: tokens attend to later ones, so the KV of a prefix does not depend on it alone")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +19,8 @@ from l2kit.blocking import BlockingStorage
 from l2kit.config import StorageConfig
 from l2kit.engine import CacheEngine
 from l2kit.errors import ConfigError
+from l2kit.keys import Namespace
+from l2kit.layout import Layout
 from l2kit.metrics import Counters
 from l2kit.prefetch import Prefetch
 
@@ -72,8 +76,9 @@ class EmbeddedEngine:
         self.records: Final[deque[RequestRecord]] = deque(maxlen=1024)
         self.staged: Final[dict[str, Prefetch]] = {}  # by request id: leased objects on their way into pages
         self.failed_loads: Final[set[str]] = set()  # requests of which a load failed: they are not offered one again
+        self.failed_block_ids: set[int] = set()  # pages that were not filled, until the scheduler side has seen to it
         self.pending_saves = 0
-        self.engine: CacheEngine | None = None  # made by the worker side when it knows the pages
+        self.engine: CacheEngine | None = None  # once the worker side knows the pages, see `serve`
         self.users = 0
         self._storage = BlockingStorage(config).open()
 
@@ -81,6 +86,18 @@ class EmbeddedEngine:
     def storage(self) -> Any:
         """The storage manager; its any-thread methods may be called."""
         return self._storage.manager
+
+    def serve(self, namespace: Namespace, layout: Callable[[int], Layout]) -> None:
+        """Serve the KV that ``namespace`` names from now on, in objects of ``layout(tokens)``."""
+        self.engine = CacheEngine(self.storage, namespace, layout)
+        self._layout = layout
+
+    def start_new_epoch(self) -> None:
+        """From now on find nothing that was stored before, and share with nobody."""
+        if self.engine is not None:
+            old = self.engine.namespace
+            revision = f"{old.revision}+{uuid.uuid4().hex}"
+            self.serve(msgspec.structs.replace(old, revision=revision), self._layout)
 
     def drain(self, timeout_s: float = 60.0) -> None:
         """Wait until every saved object was offered to every tier (demos and tests; serving never waits).

@@ -48,9 +48,13 @@ class StepOrders:
     Attributes:
         loads: to do before the forward pass.
         saves: to do after it.
-        overwritten_block_ids: pages that this step allocates: a save still reading one of them comes first.
+        overwritten_block_ids: pages that this step allocates: a save still reading one of them comes first. None when
+            they are not known: then every save comes first.
+        heard_of_block_ids: pages that were reported as not filled, and of which vLLM has learned since the last step:
+            from this step on nobody builds on what is in them.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
-    overwritten_block_ids: set[int] = field(default_factory=set)
+    overwritten_block_ids: set[int] | None = field(default_factory=set)
+    heard_of_block_ids: set[int] = field(default_factory=set)

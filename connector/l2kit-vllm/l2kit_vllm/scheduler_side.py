@@ -7,7 +7,8 @@ pages cannot fail any more. Until then the answer is "not yet", within the stora
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 from l2kit.engine import CacheEngine, Chunk
 from l2kit.prefetch import Prefetch
@@ -21,6 +22,14 @@ _log = logging.getLogger(__name__)
 _IDLE_WAIT_S: Final = 0.001
 
 
+class PrefixCache(Protocol):
+    """What is needed of vLLM's ``BlockPool``."""
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Let no request find these blocks in the prefix cache any more."""
+        ...
+
+
 class _Request:
     """What the scheduler side knows of one request."""
 
@@ -30,26 +39,30 @@ class _Request:
         "chunks",
         "external",
         "first",
+        "loaded",
         "local",
         "next_save",
         "preemptions",
         "prefetch",
+        "prompt_tokens",
         "read_chunks",
-        "record",
+        "saves",
     )
 
-    def __init__(self, chunks: list[Chunk], record: RequestRecord) -> None:
-        self.chunks = chunks  # of the whole prompt
-        self.record = record
+    def __init__(self, chunks: list[Chunk], prompt_tokens: int, preemptions: int) -> None:
+        self.chunks = chunks  # of the whole prompt; none when it is not to be cached
+        self.prompt_tokens = prompt_tokens
+        self.preemptions = preemptions
         self.prefetch: Prefetch | None = None
         self.first = 0  # index of the first chunk that `prefetch` asked for
         self.local = 0  # tokens that vLLM had itself when it last asked
         self.external = 0  # end of the prefix that we could give then
+        self.loaded = 0  # tokens of it that vLLM took
         self.read_chunks = 0  # how many chunks of it came from L2
         self.answered = False  # nothing more is offered until it is preempted
-        self.preemptions = 0
         self.block_ids: list[int] = []
         self.next_save = 0  # index of the first chunk that may still have to be saved
+        self.saves = True  # False: its pages are not to be trusted until it gets others
 
 
 class SchedulerSide:
@@ -61,8 +74,10 @@ class SchedulerSide:
         self._block_size = block_size
         self._loads = loads
         self._saves = saves
-        self._requests: dict[str, _Request | None] = {}  # None: not to be cached
+        self._requests: dict[str, _Request] = {}
         self._loads_to_order: list[LoadOrder] = []
+        self._heard_of_block_ids: set[int] = set()
+        self.prefix_cache: PrefixCache | None = None
 
     @property
     def _engine(self) -> CacheEngine:
@@ -75,10 +90,12 @@ class SchedulerSide:
         May be called any number of times for a request until it is scheduled.
         """
         state = self._state(request)
-        if state is None or not self._loads or request.skip_reading_prefix_cache:
+        state.local = num_computed_tokens
+        if not state.chunks or not self._loads or request.skip_reading_prefix_cache:
             return 0
         if state.preemptions != request.num_preemptions:  # it lost its pages: what L1 has may be given once more
             state.preemptions = request.num_preemptions
+            state.external = state.loaded = state.read_chunks = 0
             state.answered = request.request_id in self._embedded.failed_loads
         if state.answered:
             return 0
@@ -93,7 +110,6 @@ class SchedulerSide:
         if not state.prefetch.done:
             return None
         ready = state.first + state.prefetch.ready_chunks
-        state.local = num_computed_tokens
         state.external = state.chunks[ready - 1].end if ready > state.first else 0
         state.read_chunks = state.prefetch.loaded_objects
         offered: int = min(state.external, limit) - num_computed_tokens
@@ -103,37 +119,41 @@ class SchedulerSide:
             return 0
         return offered
 
-    def allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
-        """The request got its blocks and will load ``num_external_tokens``: all, less or none of what was offered."""
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The request got its blocks and will load ``num_external_tokens``: all, less or none of what was offered.
+
+        Raises:
+            RuntimeError: it counts on tokens that we cannot give; see :meth:`nothing_to_load`.
+        """
         state = self._requests.get(request.request_id)
-        if state is None:
-            return
-        state.answered = True
-        prefetch, state.prefetch = state.prefetch, None
-        if prefetch is None:
-            return
+        prefetch = None
+        if state is not None:
+            state.answered = True
+            state.loaded = num_external_tokens
+            prefetch, state.prefetch = state.prefetch, None
         if num_external_tokens == 0:
-            prefetch.release()
+            if prefetch is not None:
+                prefetch.release()
             return
+        if state is None or prefetch is None:
+            raise RuntimeError(f"vLLM counts on {num_external_tokens} tokens that it was not offered")
+        self._release_staged(request.request_id)
+        self._embedded.staged[request.request_id] = prefetch
         # Index arithmetic, not block hashes, tells local from external: hits are hashed before they are loaded.
         end = state.local + num_external_tokens
         chunks = state.chunks[state.first : state.first + prefetch.ready_chunks]
-        self._loads_to_order.append(
-            LoadOrder(
-                request.request_id,
-                tuple(block_ids),
-                tuple((chunk.start, chunk.end) for chunk in chunks),
-                state.local,
-                end,
-            )
-        )
-        self._release_staged(request.request_id)
-        self._embedded.staged[request.request_id] = prefetch
+        ranges = tuple((chunk.start, chunk.end) for chunk in chunks)
+        self._loads_to_order.append(LoadOrder(request.request_id, tuple(block_ids), ranges, state.local, end))
+
+    def nothing_to_load(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """vLLM counts on tokens that will not come: have its worker report all pages of the request as not filled."""
+        self._release_staged(request_id)
+        end = len(block_ids) * self._block_size
+        self._loads_to_order.append(LoadOrder(request_id, tuple(block_ids), (), 0, end))
 
     def orders(self, output: Any) -> StepOrders:
         """What this step must load and save. ``output`` is vLLM's ``SchedulerOutput``."""
-        orders = StepOrders(loads=self._loads_to_order)
-        self._loads_to_order = []
+        orders = StepOrders(heard_of_block_ids=self._heard_of_block_ids)
         for new in output.scheduled_new_reqs:
             self._scheduled(orders, new.req_id, list(new.block_ids[0]), new.num_computed_tokens, output, anew=True)
         cached = output.scheduled_cached_reqs
@@ -149,16 +169,45 @@ class SchedulerSide:
             )
         if output.total_num_scheduled_tokens == 0:
             self._yield_interpreter()
+        self._heard_of_block_ids = set()
+        orders.loads, self._loads_to_order = self._loads_to_order, []
         return orders
+
+    def orders_after_error(self) -> StepOrders:
+        """The same when :meth:`orders` has failed: only what must not be left out. Nobody's block table is trusted."""
+        for state in self._requests.values():
+            state.saves = False
+        loads, self._loads_to_order = self._loads_to_order, []
+        return StepOrders(loads=loads, overwritten_block_ids=None)
+
+    def loads_failed(self, block_ids: set[int]) -> None:
+        """vLLM has learned that these pages were not filled, and sends every request that has one of them back.
+
+        vLLM recomputes the pages in place, but until then it leaves them, and what was computed from them, in its
+        prefix cache, where other requests would find them.
+        """
+        self._heard_of_block_ids |= block_ids
+        for state in self._requests.values():
+            self._disown(state, block_ids)
+        self._evict(block_ids)
+        self._embedded.failed_block_ids -= block_ids
 
     def finished(self, request_id: str) -> None:
         """The request ended, in whatever state it was: nothing of it stays."""
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._drop_prefetch(state)
+            self._disown(state, self._embedded.failed_block_ids)  # it may have been aborted before vLLM learned of them
         self._loads_to_order = [order for order in self._loads_to_order if order.request_id != request_id]
         self._release_staged(request_id)
         self._embedded.failed_loads.discard(request_id)
+
+    def reset(self) -> None:
+        """Give no request anything that was stored so far, and store nothing more of the requests that are here."""
+        for state in self._requests.values():
+            self._drop_prefetch(state)
+            state.chunks = []
+        self._embedded.start_new_epoch()
 
     def close(self) -> None:
         """Let go of every request."""
@@ -167,34 +216,34 @@ class SchedulerSide:
 
     # --- inner -----------------------------------------------------------------------------------------------
 
-    def _state(self, request: Any) -> _Request | None:
-        if request.request_id in self._requests:
-            return self._requests[request.request_id]
-        counters = self._embedded.counters
-        counters.add("requests")
-        identity = request_identity(request)
-        state = None
-        if identity is None:
-            counters.add("requests_unidentified")
-        else:
-            prompt = request.prompt_token_ids
-            record = RequestRecord(request_id=request.request_id, prompt_tokens=len(prompt))
-            state = _Request(self._engine.chunks(prompt, identity), record)
-            state.preemptions = request.num_preemptions
-        self._requests[request.request_id] = state
+    def _state(self, request: Any) -> _Request:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            counters = self._embedded.counters
+            counters.add("requests")
+            identity = request_identity(request)
+            chunks: list[Chunk] = []
+            if identity is None:
+                counters.add("requests_unidentified")
+            else:
+                chunks = self._engine.chunks(request.prompt_token_ids, identity)
+            state = _Request(chunks, request.num_prompt_tokens, request.num_preemptions)
+            self._requests[request.request_id] = state
         return state
 
     def _scheduled(
         self, orders: StepOrders, request_id: str, block_ids: list[int], computed: int, output: Any, *, anew: bool
     ) -> None:
-        orders.overwritten_block_ids.update(block_ids)
+        if orders.overwritten_block_ids is not None:
+            orders.overwritten_block_ids.update(block_ids)
         state = self._requests.get(request_id)
         if state is None:
             return
         chunk_size = self._engine.chunk_size
         if anew:
             state.block_ids = block_ids
-            self._account(state, computed)
+            state.saves = True
+            self._account(request_id, state)
             # Whole chunks before this are in storage already: loaded from it, or saved when they were first computed.
             state.next_save = computed // chunk_size
         else:
@@ -208,7 +257,7 @@ class SchedulerSide:
         while state.next_save < len(state.chunks) and state.chunks[state.next_save].end <= end:
             state.next_save += 1
         chunks = state.chunks[first : state.next_save]
-        if chunks:
+        if chunks and state.saves:
             blocks = -(-chunks[-1].end // self._block_size)
             orders.saves.append(
                 SaveOrder(
@@ -218,13 +267,17 @@ class SchedulerSide:
                 )
             )
 
-    def _account(self, state: _Request, computed: int) -> None:
-        """Count a request when it is scheduled with ``computed`` tokens from caches (again after each preemption)."""
-        record, counters = state.record, self._embedded.counters
-        record.local_hit = state.local if state.external else computed
-        record.external_hit = state.external
-        record.read = state.read_chunks * self._engine.chunk_size
-        record.written = max(0, computed - record.local_hit)
+    def _account(self, request_id: str, state: _Request) -> None:
+        """Count a request when it is scheduled with what caches gave it (again after each preemption)."""
+        counters = self._embedded.counters
+        record = RequestRecord(
+            request_id=request_id,
+            prompt_tokens=state.prompt_tokens,
+            local_hit=state.local,
+            external_hit=state.external,
+            read=state.read_chunks * self._engine.chunk_size,
+            written=state.loaded,
+        )
         self._embedded.records.append(record)
         counters.add("requests_hit", record.written > 0)
         counters.add("prompt_tokens", record.prompt_tokens)
@@ -241,6 +294,18 @@ class SchedulerSide:
             record.read,
         )
 
+    def _disown(self, state: _Request, failed_block_ids: set[int]) -> None:
+        """Trust no page of a request from the first failed one on."""
+        if failed_block_ids.isdisjoint(state.block_ids):
+            return
+        state.saves = False
+        first = next(index for index, block_id in enumerate(state.block_ids) if block_id in failed_block_ids)
+        self._evict(set(state.block_ids[first:]))
+
+    def _evict(self, block_ids: set[int]) -> None:
+        if self.prefix_cache is not None:
+            self.prefix_cache.evict_blocks(block_ids)
+
     def _yield_interpreter(self) -> None:
         """Give the I/O threads the interpreter for a moment while every request waits for them.
 
@@ -248,7 +313,7 @@ class SchedulerSide:
         it is waiting for (measured: 1,633 ms for a load of 90 ms).
         """
         for state in self._requests.values():
-            if state is not None and state.prefetch is not None and not state.prefetch.done:
+            if state.prefetch is not None and not state.prefetch.done:
                 state.prefetch.wait(_IDLE_WAIT_S)
                 return
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from l2kit.engine import CacheEngine
 from l2kit.errors import ConfigError
 from l2kit.l1 import WriteReservation
 from l2kit.prefetch import Prefetch
@@ -53,8 +52,8 @@ class WorkerSide:
         self._pages: GPUConnector | None = None
         self._pending: deque[_PendingSave] = deque()
         self._loading: deque[tuple[Transfer, Prefetch]] = deque()
-        self._failed_block_ids: set[int] = set()
-        self._failed_requests: set[str] = set()
+        self._failed_block_ids: set[int] = set()  # to be reported
+        self._unheard_block_ids: set[int] = set()  # failed, and vLLM may still be building on them
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the pages and name what they hold.
@@ -84,7 +83,7 @@ class WorkerSide:
         if object_bytes > l1_bytes:
             raise ConfigError(f"l1.max_bytes: {l1_bytes} is less than one chunk of this model, {object_bytes} bytes")
         self._pages = pages
-        self._embedded.engine = CacheEngine(self._embedded.storage, namespace, pages.object_layout)
+        self._embedded.serve(namespace, pages.object_layout)
         _log.info(
             "l2kit serves %s (%s): %d layers, %s, chunks of %d tokens and %d bytes, L1 for %d of them, tiers %s",
             self._vllm_config.model_config.model,
@@ -97,47 +96,58 @@ class WorkerSide:
             [tier.name for tier in self._embedded.storage.tiers],
         )
 
-    def load(self, orders: Iterable[LoadOrder]) -> None:
-        """Write the staged objects of each order into its pages, ahead of the forward pass."""
+    def load(self, orders: Iterable[LoadOrder], heard_of_block_ids: set[int]) -> None:
+        """Write the staged objects of each order into its pages, ahead of the forward pass.
+
+        What cannot be loaded is reported by :meth:`take_failed_block_ids`; no order is left out silently.
+        """
+        self._unheard_block_ids -= heard_of_block_ids  # before this step's own failures: block ids come again
         for order in orders:
-            staged = self._embedded.staged.pop(order.request_id, None)
             try:
-                if staged is None:
-                    raise RuntimeError("nothing is staged for this request")
-                transfer = self._scatter(order, staged)
+                self._load(order)
             except Exception:
                 _log.exception(
                     "loading %s failed: vLLM recomputes its tokens from %d on", order.request_id, order.write_from
                 )
-                self._fail(order)
-                if staged is not None:
-                    staged.release()
-                continue
-            transfer.wait_on()
-            self._embedded.counters.add("written_tokens", order.write_to - order.write_from)
-            self._loading.append((transfer, staged))
+                self.refuse([order])
         self.collect()
 
-    def save(self, orders: Iterable[SaveOrder]) -> None:
-        """Start copying each order's chunks out of the pages that the forward pass has written."""
+    def refuse(self, orders: Iterable[LoadOrder]) -> None:
+        """Report that the pages of these orders were not filled."""
+        block_size = self._require_pages().layout.block_size
         for order in orders:
-            if order.request_id in self._failed_requests:  # computed on top of pages that were not filled
-                continue
+            first, last = order.write_from // block_size, -(-order.write_to // block_size)
+            failed = set(order.block_ids[first:last])
+            self._failed_block_ids |= failed
+            self._unheard_block_ids |= failed
+            self._embedded.failed_block_ids |= failed
+            self._embedded.failed_loads.add(order.request_id)
+            self._embedded.counters.add("load_failures")
+
+    def save(self, orders: Iterable[SaveOrder]) -> None:
+        """Start copying each order's chunks out of the pages that the forward pass has written.
+
+        After a failed load nothing is saved until vLLM has learned of it: any request may share the pages, and with
+        asynchronous scheduling the next step is already on its way.
+        """
+        failure: Exception | None = None
+        for order in orders if not self._unheard_block_ids else ():
             reserved: list[WriteReservation] = []
             try:
                 self._gather(order, reserved)
-            except Exception:
+            except Exception as error:
                 self._embedded.counters.add("save_failures")
                 for reservation in reserved:
                     reservation.abort()
-                raise
-        self._failed_requests.clear()
+                failure = error
         self.collect()
+        if failure is not None:
+            raise failure
 
-    def fence(self, overwritten_block_ids: set[int]) -> None:
+    def fence(self, overwritten_block_ids: set[int] | None) -> None:
         """Let later work of this step wait for saves that still read one of these pages; the host does not wait."""
         for pending in self._pending:
-            if not pending.block_ids.isdisjoint(overwritten_block_ids):
+            if overwritten_block_ids is None or not pending.block_ids.isdisjoint(overwritten_block_ids):
                 pending.transfer.wait_on()
 
     def collect(self) -> None:
@@ -164,6 +174,19 @@ class WorkerSide:
         for pending in self._pending:
             pending.transfer.wait()
         self.collect()
+
+    def _load(self, order: LoadOrder) -> None:
+        staged = self._embedded.staged.pop(order.request_id, None)
+        if staged is None:
+            raise RuntimeError("nothing is staged for this request")
+        try:
+            transfer = self._scatter(order, staged)
+        except BaseException:
+            staged.release()
+            raise
+        self._loading.append((transfer, staged))
+        transfer.wait_on()
+        self._embedded.counters.add("written_tokens", order.write_to - order.write_from)
 
     def _scatter(self, order: LoadOrder, staged: Prefetch) -> Transfer:
         pages = self._require_pages()
@@ -195,14 +218,6 @@ class WorkerSide:
         )
         tokens = sum(chunk.end_token - chunk.start_token for chunk in chunks)
         self._pending.append(_PendingSave(transfer, blocks, list(reserved), tokens))
-
-    def _fail(self, order: LoadOrder) -> None:
-        block_size = self._require_pages().layout.block_size
-        first, last = order.write_from // block_size, -(-order.write_to // block_size)
-        self._failed_block_ids.update(order.block_ids[first:last])
-        self._failed_requests.add(order.request_id)
-        self._embedded.failed_loads.add(order.request_id)
-        self._embedded.counters.add("load_failures")
 
     def _require_pages(self) -> GPUConnector:
         if self._pages is None:

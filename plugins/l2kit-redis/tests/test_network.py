@@ -18,7 +18,7 @@ import pytest
 
 import l2kit
 from l2kit import Layout, LoadStatus, MemoryObj, ObjectKey
-from l2kit.errors import BackendTimeoutError, TransientBackendError
+from l2kit.errors import BackendTimeoutError, ClosedError, L2Error, TransientBackendError
 from l2kit.testing.servers import RespServer
 from l2kit_redis import RedisAdapter
 
@@ -331,6 +331,37 @@ async def test_cancelling_while_the_server_hangs_ends_at_once(proxy: Proxy, url:
         started = anyio.current_time()
     assert anyio.current_time() - started < SLACK_S, "closing must not wait for a hung server"
     assert lookup.ended
+
+
+async def test_closing_ends_what_runs_outside_of_a_batch(proxy: Proxy, url: str) -> None:
+    ended: list[BaseException] = []
+
+    async def ask(adapter: RedisAdapter) -> None:
+        try:
+            await adapter.usage()
+        except L2Error as error:
+            ended.append(error)
+
+    async with anyio.create_task_group() as group:
+        async with open_redis(url) as adapter:
+            proxy.budget = 0
+            group.start_soon(ask, adapter)
+            await anyio.sleep(0.1)
+            started = anyio.current_time()
+        group.cancel_scope.deadline = started + SLACK_S
+    assert [type(error) for error in ended] == [ClosedError]
+
+
+async def test_a_caller_may_give_more_time_than_the_default(proxy: Proxy, url: str) -> None:
+    async with open_redis(url, timeout_s=0.4) as adapter:
+        await store(adapter, 1)
+        proxy.piece_bytes, proxy.delay_s = 400, 0.1
+        started = anyio.current_time()
+        target = blank()
+        [outcome] = await adapter.submit_load_task([key(1)], [target], deadline=started + 10)
+        assert outcome.loaded, outcome
+        assert anyio.current_time() - started > 0.4
+        assert target.tobytes() == content(1)
 
 
 async def test_connecting_to_a_host_that_does_not_answer(prefix: str) -> None:
