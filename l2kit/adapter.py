@@ -192,12 +192,12 @@ class L2Adapter(ABC, Generic[ConfigT]):
     def iter_keys(self) -> AsyncIterator[KeyInfo]:
         """Yield every object of this tier once, in no order (write it as an async generator).
 
-        Objects that come or go meanwhile may be missed.
+        Objects that come or go meanwhile may be missed. Begin with :meth:`check_open`.
         """
         raise BackendError(f"{self.name}: this adapter cannot list its keys")
 
     async def usage(self) -> Usage:
-        """Report what this tier holds."""
+        """Report what this tier holds. Begin with :meth:`check_open`."""
         raise BackendError(f"{self.name}: this adapter cannot report its usage")
 
     def translate_error(self, error: Exception) -> L2Error:
@@ -211,8 +211,22 @@ class L2Adapter(ABC, Generic[ConfigT]):
 
     # --- tools for hooks --------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Refuse use outside ``async with``; :meth:`iter_keys` and :meth:`usage` call it first.
+
+        Raises:
+            ClosedError: not entered yet, closed, or in a forked child.
+        """
+        if self._state != "open" or self._opened is None:
+            raise ClosedError(f"{self.name}: the adapter is {self._state}; use it inside 'async with'")
+        if os.getpid() != self._opened.pid:
+            raise ClosedError(f"{self.name}: the adapter was opened before a fork; open a new one in the child")
+
     async def run_in_thread(self, function: Callable[[], ResultT]) -> ResultT:
-        """Run ``function`` in this adapter's own bounded threads and wait for it, cancelled or not."""
+        """Run ``function`` in this adapter's own bounded threads and wait for it, cancelled or not.
+
+        A function that takes long asks ``anyio.from_thread.check_cancelled()`` now and then, and ends when it raises.
+        """
         if self._limiter is None:  # made here because it belongs to the running loop
             self._limiter = anyio.CapacityLimiter(self.config.max_concurrency)
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=False, limiter=self._limiter)
@@ -372,10 +386,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
             _log.error("%s: the backend did not %s within %.0f s", self.name, what, _CLOSE_GRACE_S)
 
     def _check_batch(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj] | None = None) -> Batches:
-        if self._state != "open" or self._opened is None:
-            raise ClosedError(f"{self.name}: the adapter is {self._state}; use it inside 'async with'")
-        if os.getpid() != self._opened.pid:
-            raise ClosedError(f"{self.name}: the adapter was opened before a fork; open a new one in the child")
+        self.check_open()
+        assert self._opened is not None
         if objects is not None and len(objects) != len(keys):
             raise ConfigError(f"objects: {len(objects)} given for {len(keys)} keys")
         return self._opened.batches

@@ -93,11 +93,13 @@ class MemoryAdapter(L2Adapter[MemoryConfig]):
 
     async def iter_keys(self) -> AsyncIterator[KeyInfo]:
         """Every object, least recently used first."""
+        self.check_open()
         for key, payload in list(self._objects.items()):
             yield KeyInfo(key, len(payload))
 
     async def usage(self) -> Usage:
         """Exact."""
+        self.check_open()
         return Usage(self._used_bytes, self.config.max_bytes, len(self._objects))
 
     def _remove(self, key: ObjectKey) -> bool:

@@ -281,7 +281,7 @@ def break_next_scatter(engine: PretendedEngine) -> None:
 
 
 class TestFailedLoad:
-    """The bytes were staged and yet did not reach their pages. vLLM 0.32 recovers from it when it steps synchronously."""
+    """The bytes were staged and yet did not reach their pages; vLLM recomputes."""
 
     @pytest.fixture
     def asynchronous(self) -> bool:
@@ -383,6 +383,25 @@ class TestFailedLoad:
         assert engine.wrong_objects(prompt, longer) == []
 
 
+def test_weights_that_changed_find_nothing_old(engine: PretendedEngine) -> None:
+    """``reset_prefix_cache(reset_connector=True)``, as after an update of the weights in place."""
+    prompt = random_prompt(LONG)
+    store(engine, prompt)
+    running = engine.add(random_prompt(LONG, seed=1), max_tokens=50)
+    step_until(engine, lambda: engine.harness.status(running) == "RUNNING")
+    engine.settle()
+    saved = engine.counter("saved_tokens")
+
+    assert engine.harness.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    again = engine.ask(prompt)
+    assert engine.record(again) == (0, 0, 0, 0)
+    assert engine.counter("saved_tokens") == saved + 192  # of the new one, and nothing of the old one
+    engine.harness.reset_prefix_cache()
+    assert engine.record(engine.ask(prompt)) == (0, 192, 0, 192)
+    check(engine, {again: prompt})
+
+
 def test_a_failed_load_stores_nothing_wrong(engine: PretendedEngine) -> None:
     """Also when the next step was scheduled before vLLM knew of the failure."""
     prompt = random_prompt(5 * CHUNK_SIZE + 5)
@@ -408,8 +427,16 @@ def test_a_step_that_raised_stores_nothing(engine: PretendedEngine, folder: Path
     """VLLM's runner calls ``wait_for_save`` on its way out of a forward pass that failed."""
     prompt = random_prompt(LONG)
 
-    def fail(_: Any) -> None:
-        raise RuntimeError("a broken forward pass")
+    def execute(worker: Any, step: Step) -> None:
+        worker.handle_preemptions(step.metadata)
+        worker.bind_connector_metadata(step.metadata)
+        try:
+            raise RuntimeError("a broken forward pass")
+        finally:  # as KVConnectorModelRunnerMixin._get_kv_connector_output does
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            worker.get_transfer_results(set())
+            worker.clear_connector_metadata()
 
     engine.add(prompt)
     step = engine.harness.schedule()
@@ -417,17 +444,8 @@ def test_a_step_that_raised_stores_nothing(engine: PretendedEngine, folder: Path
         engine.harness.update(step)
         step = engine.harness.schedule()
 
-    worker = engine.connector.worker
-    worker.handle_preemptions(step.metadata)
-    worker.bind_connector_metadata(step.metadata)
     with pytest.raises(RuntimeError, match="broken forward"):
-        try:
-            fail(step)
-        finally:  # as KVConnectorModelRunnerMixin._get_kv_connector_output does
-            worker.start_load_kv(None)
-            worker.wait_for_save()
-            worker.get_transfer_results(set())
-            worker.clear_connector_metadata()
+        execute(engine.connector.worker, step)
 
     engine.embedded.drain()
     assert engine.counter("saved_tokens") == 0
@@ -436,40 +454,50 @@ def test_a_step_that_raised_stores_nothing(engine: PretendedEngine, folder: Path
         engine.abort(request_id)
     engine.harness.update(step)
 
+    @pytest.mark.parametrize("hook", ["allocated", "orders", "_scheduled", "load", "_scatter"])
+    def test_comes_of_a_bug_in_a_hook(
+        self, engine: PretendedEngine, monkeypatch: pytest.MonkeyPatch, hook: str
+    ) -> None:
+        prompt = random_prompt(LONG)
+        store(engine, prompt)
+        owner = engine.worker_side if hook in {"load", "_scatter"} else engine.side
+        failures: list[str] = []
+        right = getattr(owner, hook)
 
-@pytest.mark.parametrize("hook", ["allocated", "orders", "_scheduled", "load", "_scatter"])
-def test_a_hook_that_fails_is_at_worst_a_recomputation(
-    engine: PretendedEngine, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, hook: str
-) -> None:
-    if asynchronous:
-        pytest.skip("vLLM 0.32 does not recover from failed synchronous loads when it steps asynchronously")
-    prompt = random_prompt(LONG)
-    store(engine, prompt)
-    owner = engine.worker_side if hook in {"load", "_scatter"} else engine.side
-    failures: list[str] = []
-    right = getattr(owner, hook)
+        def broken(*arguments: Any, **options: Any) -> Any:
+            has_loads = {"orders": engine.side._loads_to_order, "load": arguments[0]}.get(hook, True)
+            if failures or not has_loads:
+                return right(*arguments, **options)
+            failures.append(hook)
+            raise RuntimeError("a bug of ours")
 
-    def broken(*arguments: Any, **options: Any) -> Any:
-        if hook == "orders" and not engine.side._loads_to_order:
-            return right(*arguments, **options)
-        if hook == "load" and not arguments[0]:
-            return right(*arguments, **options)
-        if failures:
-            return right(*arguments, **options)
-        failures.append(hook)
-        raise RuntimeError("a bug of ours")
+        monkeypatch.setattr(type(owner), hook, lambda _, *arguments, **options: broken(*arguments, **options))
 
-    monkeypatch.setattr(type(owner), hook, lambda _, *arguments, **options: broken(*arguments, **options))
+        request_id = engine.ask(prompt)
 
-    request_id = engine.ask(prompt)
+        assert failures == [hook]
+        assert engine.answers[request_id] == expected_answer(prompt, 4)
+        assert engine.wrong_objects(prompt) == []
+        engine.runner.wrong_reads.clear()
+        again = engine.ask(prompt)
+        check(engine, {again: prompt})
+        engine.embedded.counters.add("hook_errors", -engine.counter("hook_errors"))
 
-    assert failures == [hook]
-    assert engine.answers[request_id] == expected_answer(prompt, 4)
-    assert engine.wrong_objects(prompt) == []
-    engine.runner.wrong_reads.clear()
-    again = engine.ask(prompt)
-    check(engine, {again: prompt})
-    engine.embedded.counters.add("hook_errors", -engine.counter("hook_errors"))
+
+class TestFailedLoadAsynchronously:
+    @pytest.fixture
+    def asynchronous(self) -> bool:
+        return True
+
+    @pytest.mark.xfail(strict=True, reason="vLLM 0.32 keeps the token of the step after (vllm-project/vllm#49250)")
+    def test_is_recomputed(self, engine: PretendedEngine) -> None:
+        prompt = random_prompt(LONG)
+        store(engine, prompt)
+        break_next_scatter(engine)
+
+        request_id = engine.ask(prompt)
+
+        assert engine.answers[request_id] == expected_answer(prompt, 4)
 
 
 # --- everything at once -----------------------------------------------------------------------------

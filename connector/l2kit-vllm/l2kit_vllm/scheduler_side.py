@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from l2kit.engine import CacheEngine, Chunk
 from l2kit.prefetch import Prefetch
 from l2kit_vllm.embedded import EmbeddedEngine, RequestRecord
-from l2kit_vllm.identity import request_identity
+from l2kit_vllm.identity import RequestIdentities
 from l2kit_vllm.metadata import LoadOrder, SaveOrder, StepOrders
 
 _log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class _Request:
         "saves",
     )
 
-    def __init__(self, chunks: list[Chunk], prompt_tokens: int, preemptions: int) -> None:
-        self.chunks = chunks  # of the whole prompt; none when it is not to be cached
+    def __init__(self, prompt_tokens: int, preemptions: int) -> None:
+        self.chunks: list[Chunk] = []  # of the whole prompt; none when it is not to be cached
         self.prompt_tokens = prompt_tokens
         self.preemptions = preemptions
         self.prefetch: Prefetch | None = None
@@ -74,6 +74,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._loads = loads
         self._saves = saves
+        self._identities = RequestIdentities()
         self._requests: dict[str, _Request] = {}
         self._loads_to_order: list[LoadOrder] = []
         self._heard_of_block_ids: set[int] = set()
@@ -146,7 +147,7 @@ class SchedulerSide:
         self._loads_to_order.append(LoadOrder(request.request_id, tuple(block_ids), ranges, state.local, end))
 
     def nothing_to_load(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """vLLM counts on tokens that will not come: have its worker report all pages of the request as not filled."""
+        """VLLM counts on tokens that will not come: have its worker report all pages of the request as not filled."""
         self._release_staged(request_id)
         end = len(block_ids) * self._block_size
         self._loads_to_order.append(LoadOrder(request_id, tuple(block_ids), (), 0, end))
@@ -181,7 +182,7 @@ class SchedulerSide:
         return StepOrders(loads=loads, overwritten_block_ids=None)
 
     def loads_failed(self, block_ids: set[int]) -> None:
-        """vLLM has learned that these pages were not filled, and sends every request that has one of them back.
+        """VLLM has learned that these pages were not filled, and sends every request that has one of them back.
 
         vLLM recomputes the pages in place, but until then it leaves them, and what was computed from them, in its
         prefix cache, where other requests would find them.
@@ -220,15 +221,13 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             counters = self._embedded.counters
+            state = self._requests[request.request_id] = _Request(request.num_prompt_tokens, request.num_preemptions)
             counters.add("requests")
-            identity = request_identity(request)
-            chunks: list[Chunk] = []
+            identity = self._identities.of(request)
             if identity is None:
                 counters.add("requests_unidentified")
             else:
-                chunks = self._engine.chunks(request.prompt_token_ids, identity)
-            state = _Request(chunks, request.num_prompt_tokens, request.num_preemptions)
-            self._requests[request.request_id] = state
+                state.chunks = self._engine.chunks(request.prompt_token_ids, identity)
         return state
 
     def _scheduled(

@@ -39,10 +39,10 @@ class LifecycleTests(Conformance):
 
     async def test_using_it_before_opening_or_after_closing(self, url: str) -> None:
         adapter = self.open_adapter(url)
-        self._expect_closed(adapter)
+        await self._expect_closed(adapter)
         async with adapter:
             await self.store(adapter, {self.key(): b"open"})
-        self._expect_closed(adapter)
+        await self._expect_closed(adapter)
         with pytest.raises(ClosedError):
             await adapter.__aenter__()
 
@@ -90,7 +90,7 @@ class LifecycleTests(Conformance):
                 await anyio.sleep(60)
         assert scope.cancelled_caught
         assert task.ended
-        self._expect_closed(adapter)
+        await self._expect_closed(adapter)
 
     async def test_objects_persist(self, url: str) -> None:
         objects = {key: content(key, 20_000) for key in self.keys(5)}
@@ -160,7 +160,11 @@ class LifecycleTests(Conformance):
             assert sesame not in "\n".join(shown), f"{field} shows"
         assert sesame not in caplog.text, "a secret was logged"
 
-    def _expect_closed(self, adapter: Adapter) -> None:
+    async def _expect_closed(self, adapter: Adapter) -> None:
+        with pytest.raises(L2Error):  # ClosedError, or that this adapter cannot do it
+            await adapter.usage()
+        with pytest.raises(L2Error):
+            await anext(aiter(adapter.iter_keys()))
         with pytest.raises(ClosedError):
             _ = adapter.submit_store_task([self.key()], [source(b"closed")])
         with pytest.raises(ClosedError):

@@ -161,8 +161,7 @@ class FileAdapter(L2Adapter[FileConfig]):
 
     async def _read(self, function: Callable[[], ResultT]) -> ResultT:
         """Run what the base neither guards against use after closing nor translates errors for."""
-        if self._state != "open":
-            raise ClosedError(f"{self.name}: the adapter is {self._state}; use it inside 'async with'")
+        self.check_open()
         try:
             return await self.run_in_thread(function)
         except OSError as error:

@@ -115,7 +115,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         seen: set[bytes] = set()  # SCAN may show a key more than once
         cursor = b"0"
         while True:
-            self._check_batch(())
+            self.check_open()
             cursor, found = await self._converse(functools.partial(_scan_page, cursor=cursor, pattern=pattern))
             for name, size in found:
                 key = self._key(name)
@@ -135,7 +135,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         Raises:
             L2Error: the server failed; ClosedError outside ``async with``.
         """
-        self._check_batch(())
+        self.check_open()
         return await self._converse(_memory_usage)
 
     def translate_error(self, error: Exception) -> L2Error:
