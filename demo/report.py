@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from demo.prompt import ANSWER_OPENING
+
 MIN_SPEEDUP: Final = 5.0
 
 
@@ -73,7 +75,7 @@ def show(facts: Facts) -> int:
         )
         if index == 0:
             print("  ".join("─" * width for width in widths))
-    print(f"\nanswer: {facts.warm['text'].strip()!r}")
+    print(f"\nanswer: {ANSWER_OPENING}{facts.warm['text']} …")
     print(f"speed-up: {speedup:.1f} x (cold / warm), storage {facts.l2}://\n")
     failed = False
     for claim, holds in _claims(facts, stored, loaded, request, speedup):

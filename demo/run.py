@@ -27,10 +27,9 @@ from tqdm import tqdm
 
 from demo import corruption, report
 from demo.checkpoint import ensure_checkpoint
-from demo.prompt import BLOCK_SIZE_TOKENS, CHUNK_SIZE_TOKENS, build_prompt, load_tokenizer
+from demo.prompt import ANSWER_TOKENS, BLOCK_SIZE_TOKENS, CHUNK_SIZE_TOKENS, build_prompt, load_tokenizer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-ANSWER_TOKENS: Final = 24
 
 
 @dataclass

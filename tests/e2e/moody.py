@@ -76,7 +76,7 @@ class MoodyAdapter(L2Adapter[MoodyConfig]):
     async def _mood(self, operation: Operation) -> Mood:
         with (self._folder / "operations").open("a") as log:
             log.write(f"{operation}\n")
-        while (mood := moods(self._folder).get(operation, "fine")) == "hangs":
+        while (mood := moods(self._folder).get(operation, "fine")) == "hangs":  # noqa: ASYNC110 - a file sets no event
             await anyio.sleep(0.005)
         if mood == "fails":
             raise BackendError(f"{self.name}: not in the mood for a {operation}")

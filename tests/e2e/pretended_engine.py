@@ -1,4 +1,4 @@
-"""A whole engine without a model: vLLM's real scheduler, both sides of `L2KitConnector`, and KV whose every byte is known.
+"""An engine without a model: vLLM's real scheduler, both sides of `L2KitConnector`, and KV whose every byte is known.
 
 In place of the model runner and the model stands a `PretendedRunner`. It keeps the state that vLLM's runner keeps, and
 writes for each token a KV that is a function of all tokens up to it. Whatever a step reads is compared with what must
