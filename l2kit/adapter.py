@@ -122,6 +122,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
         self.name: Final = name
         self.codecs: Final = codecs
         self._codec_source: Final = codec_source
+        #: Whether a load that finds a damaged object deletes it; tools that only look turn this off.
+        self.deletes_damaged = True
         self._state: Literal["new", "open", "closed"] = "new"
         self._opened: _Opened | None = None
         self._limiter: anyio.CapacityLimiter | None = None

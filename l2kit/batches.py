@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 
+from l2kit.envelope import INTACT_REASONS
 from l2kit.errors import (
     AdapterContractError,
     BackendError,
@@ -213,7 +214,7 @@ class Batches:
         """Delete a damaged object once, so that the next store replaces it and nobody tries it again."""
         self.counters[f"corrupt.{error.reason}"] += 1
         _log.warning("%s: object %s is damaged (%s): %s", self._adapter.name, key, error.reason, error)
-        if error.reason in {"unsupported", "layout"}:  # intact, and readable for others or under another layout
+        if not self._adapter.deletes_damaged or error.reason in INTACT_REASONS:
             return
         try:
             await self._adapter.delete_one(key)

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
+from weakref import WeakSet
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -51,6 +52,7 @@ class BlockingStorage:
             portal = stack.enter_context(start_blocking_portal("asyncio", name="l2kit"))
             stack.enter_context(portal.wrap_async_context_manager(self.manager))
             self._portal, self._pid = portal, os.getpid()
+            _watch_forks(portal)
             self._stack = stack.pop_all()
         return self
 
@@ -115,3 +117,26 @@ class BlockingCacheEngine:
         """`CacheEngine.retrieve`."""
         restored: TokenRange = self._storage.call(partial(self.engine.retrieve, token_ids, target, **options))
         return restored
+
+
+_portals: WeakSet[BlockingPortal] = WeakSet()
+_watching = False
+
+
+def _watch_forks(portal: BlockingPortal) -> None:
+    """See to it that ``portal`` refuses in forked children, where its thread is not."""
+    global _watching  # noqa: PLW0603 - what is registered for forks cannot be taken back, so it is done once
+    _portals.add(portal)
+    if not _watching:
+        os.register_at_fork(after_in_child=_disable_portals)
+        _watching = True
+
+
+def _disable_portals() -> None:
+    # Even a child that never touches the storage would wait for ever when its interpreter tidies the portal up.
+    for portal in list(_portals):
+        portal.call = _refuse  # type: ignore[method-assign, assignment]
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError("This portal is not running")

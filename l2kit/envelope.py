@@ -38,6 +38,9 @@ CORRUPTION_REASONS: Final = (
     "unsupported",
 )
 
+#: Of these, those that leave the object intact: others can read it, or under another layout. It is never deleted.
+INTACT_REASONS: Final = frozenset({"layout", "unsupported"})
+
 _MAX_DIMS: Final = 6
 _HEADER: Final = struct.Struct("<8sHHIBBBxIIIIQQ6Q16s16s16s")
 _HEADER_CHECKSUM_OFFSET: Final = HEADER_BYTES - 16

@@ -161,8 +161,7 @@ class L1Manager:
 
     def acquire(self, key: ObjectKey, *, owner: str) -> ReadLease | None:
         """Lease one object if it is readable."""
-        leases = self.acquire_prefix([key], owner=owner)
-        return leases[0] if leases else None
+        return next(iter(self.acquire_prefix([key], owner=owner)), None)
 
     def acquire_prefix(self, keys: Sequence[ObjectKey], *, owner: str) -> list[ReadLease]:
         """Lease the longest run of readable objects from the start of ``keys``, in one step."""
@@ -204,8 +203,8 @@ class L1Manager:
         """A consistent snapshot."""
         with self._lock:
             leases = sum(len(entry.leases) for entry in (*self._readable.values(), *self._unindexed))
-            writing = len(self._writing) + len(self._detached)
-            return L1Usage(self._arena.capacity_bytes, self._arena.used_bytes, len(self._readable), writing, leases)
+            writing, arena = len(self._writing) + len(self._detached), self._arena
+            return L1Usage(arena.capacity_bytes, arena.used_bytes, len(self._readable), writing, leases)
 
     def holds(self, older_than_s: float = 0.0) -> list[Hold]:
         """Reservations and leases that are out for longer than ``older_than_s``: a report, never a reason to free."""
@@ -308,11 +307,10 @@ class L1Manager:
         slot = self._arena.allocate(nbytes)
         if slot is not None or self._arena.slot_bytes(nbytes) > self._arena.capacity_bytes:
             return slot
-        victims = self._victims(nbytes)
-        for entry in victims:
+        for entry in self._victims(nbytes):
             self._unindex(entry)
             self.evictions += 1
-        return self._arena.allocate(nbytes) if victims else None
+        return self._arena.allocate(nbytes)
 
     def _victims(self, nbytes: int) -> list[_Entry]:
         """Whom to evict so that ``nbytes`` fit; nobody when that would be in vain. Changes nothing.
@@ -325,17 +323,19 @@ class L1Manager:
         for entry in self._idle():
             if entry.slot.slot_bytes == size:
                 return [entry]
-            mates = slabs.pop(entry.slot.slab, [])
-            slabs[entry.slot.slab] = [*mates, entry]
+            mates = slabs.pop(entry.slot.slab, None) or []
+            mates.append(entry)
+            slabs[entry.slot.slab] = mates
         chosen: list[list[_Entry]] = []
         for mates in slabs.values():
+            if len(mates) < len(mates[0].slot.slab.used):
+                continue  # something in it is held
             if not self._arena.would_fit(nbytes, _slots([*chosen, mates])):
                 chosen.append(mates)
                 continue
             for spare in list(chosen):  # what did not help in the end stays
-                others = [other for other in chosen if other is not spare]
-                if self._arena.would_fit(nbytes, _slots([*others, mates])):
-                    chosen = others
+                fewer = [other for other in chosen if other is not spare]
+                chosen = fewer if self._arena.would_fit(nbytes, _slots([*fewer, mates])) else chosen
             return [entry for group in [*chosen, mates] for entry in group]
         return []
 

@@ -16,11 +16,12 @@ from typing import Final
 
 import msgspec
 
+from l2kit.arrivals import Arrivals
 from l2kit.keys import ObjectKey
 from l2kit.l1 import L1Manager, ReadLease
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
-from l2kit.search import OWNER, Arrival, Search, whole_chunks
+from l2kit.search import OWNER, Search, whole_chunks
 from l2kit.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class PrefetchController:
         """``tiers`` in the order in which they are preferred."""
         self._l1 = l1
         self._tiers = tuple(tiers)
-        self._arrivals: dict[ObjectKey, Arrival] = {}
+        self._arrivals = Arrivals()
 
     def answer_from_l1(self, prefetch: Prefetch, *, even_in_part: bool) -> bool:
         """Answer at once when L1 has every object, or with what it has when ``even_in_part``. Any thread."""

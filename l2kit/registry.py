@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -26,7 +26,10 @@ from l2kit.errors import (
     L2Error,
     nearest,
 )
+from l2kit.policy import EvictionPolicy
 from l2kit.serde import Codec, CodecChain
+
+ClassT = TypeVar("ClassT")
 
 ADAPTERS: Final = "l2kit.adapters"
 CODECS: Final = "l2kit.codecs"
@@ -86,7 +89,7 @@ class Registry:
             raise AdapterConflictError(f"{kind}: {name!r} is claimed by {who}; uninstall one of them")
         try:
             return claims[0].load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module that exits when imported must not end its host
             raise AdapterImportError(
                 f"{kind}: {name!r} of {_origin(claims[0])} cannot be imported: {type(error).__name__}: {error}"
             ) from error
@@ -108,13 +111,19 @@ class Registry:
             AdapterContractError: what is registered is no `Codec`.
             ConfigError: it takes no such parameters.
         """
-        loaded = self.load(CODECS, codec_id)
-        if not (isinstance(loaded, type) and issubclass(loaded, Codec) and loaded.codec_id == codec_id):
-            raise AdapterContractError(f"codecs: {codec_id!r} must be a subclass of l2kit.Codec with that codec_id")
+        loaded = check_codec_class(self.load(CODECS, codec_id), codec_id)
         try:
             return loaded(**params)
         except TypeError as error:
             raise ConfigError(f"codecs: {codec_id!r}: {error}") from error
+
+    def policy_class(self, name: str) -> type[EvictionPolicy]:
+        """The eviction policy of that name.
+
+        Raises:
+            AdapterContractError: what is registered is no `EvictionPolicy`.
+        """
+        return check_policy_class(self.load(POLICIES, name), name)
 
     def codec_chain(self, names: tuple[str, ...]) -> CodecChain:
         """The chain of a tier's ``codecs`` option."""
@@ -155,11 +164,16 @@ class Registry:
         )
         try:
             loaded = self.load(group, point.name)
-            if group != ADAPTERS:
-                return info
-            check_adapter_class(loaded, f"adapters: {point.name!r}")
+            if group == CODECS:
+                check_codec_class(loaded, point.name)
+            elif group == POLICIES:
+                check_policy_class(loaded, point.name)
+            else:
+                check_adapter_class(loaded, f"adapters: {point.name!r}")
         except L2Error as error:
             return msgspec.structs.replace(info, error=str(error))
+        if group != ADAPTERS:
+            return info
         version = ".".join(map(str, loaded.api_version))
         return msgspec.structs.replace(info, api_version=version, capabilities=loaded.capabilities)
 
@@ -173,16 +187,45 @@ def check_adapter_class(loaded: object, where: str) -> None:
     if not (isinstance(loaded, type) and issubclass(loaded, L2Adapter)):
         raise AdapterContractError(f"{where}: {loaded!r} is no subclass of l2kit.L2Adapter")
     version = loaded.api_version
+    if not (isinstance(version, tuple) and version and all(isinstance(part, int) for part in version)):
+        raise AdapterContractError(f"{where}: api_version is {version!r}, not a pair of numbers like {API_VERSION}")
     if version[0] != API_VERSION[0]:
         theirs, ours = (".".join(map(str, v)) for v in (version, API_VERSION))
         raise AdapterContractError(
             f"{where}: built for adapter API {theirs}, this l2kit has {ours}; upgrade one of them"
         )
+    _complete(loaded, where)
+    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
+        raise AdapterContractError(f"{where}: {loaded.__name__} does not declare its capabilities")
+
+
+def check_codec_class(loaded: object, codec_id: str) -> type[Codec]:
+    """Check that ``loaded`` is the codec class ``codec_id``.
+
+    Raises:
+        AdapterContractError: it is not, or it is incomplete.
+    """
+    if not (isinstance(loaded, type) and issubclass(loaded, Codec)) or getattr(loaded, "codec_id", None) != codec_id:
+        raise AdapterContractError(f"codecs: {codec_id!r} must be a subclass of l2kit.Codec with that codec_id")
+    return _complete(loaded, f"codecs: {codec_id!r}")
+
+
+def check_policy_class(loaded: object, name: str) -> type[EvictionPolicy]:
+    """Check that ``loaded`` is an eviction policy.
+
+    Raises:
+        AdapterContractError: it is not, or it is incomplete.
+    """
+    if not (isinstance(loaded, type) and issubclass(loaded, EvictionPolicy)):
+        raise AdapterContractError(f"policies: {name!r} is no subclass of l2kit.policy.EvictionPolicy")
+    return _complete(loaded, f"policies: {name!r}")
+
+
+def _complete(loaded: type[ClassT], where: str) -> type[ClassT]:
     missing = sorted(getattr(loaded, "__abstractmethods__", ()))
     if missing:
         raise AdapterContractError(f"{where}: {loaded.__name__} does not implement {', '.join(missing)}")
-    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
-        raise AdapterContractError(f"{where}: {loaded.__name__} does not declare its capabilities")
+    return loaded
 
 
 def _origin(point: EntryPoint) -> str:

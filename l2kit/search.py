@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
+from l2kit.arrivals import Arrival, Arrivals, Load, count_load
 from l2kit.errors import BackendTimeoutError, L2Error
-from l2kit.keys import ObjectKey
 from l2kit.l1 import L1Manager, ReadLease, Refusal, WriteReservation
-from l2kit.outcomes import LoadOutcome, LoadStatus, LookupOutcome
+from l2kit.outcomes import LoadOutcome, LookupOutcome
 from l2kit.task import L2Task
 from l2kit.tier import Tier
 
@@ -30,30 +30,6 @@ OWNER: Final = "prefetch"
 _log = logging.getLogger(__name__)
 
 
-class Arrival:
-    """One object on its way from a tier into L1, and the searches that wait for it."""
-
-    __slots__ = ("reservation", "tier", "waiting")
-
-    def __init__(self, reservation: WriteReservation, tier: Tier, search: Search) -> None:
-        self.reservation: Final = reservation
-        self.tier: Final = tier
-        self.waiting = {search}
-
-
-class _Load:
-    """One load task of one search."""
-
-    __slots__ = ("arrivals", "brought", "ended", "tier", "timed_out")
-
-    def __init__(self, tier: Tier, arrivals: list[tuple[int, Arrival]]) -> None:
-        self.tier: Final = tier
-        self.arrivals: Final = arrivals  # with their positions in the search
-        self.brought = 0
-        self.ended = 0  # keys with an outcome
-        self.timed_out = False
-
-
 class Search:
     """The search for one prompt. Loop-bound: tasks report into it by callback, :meth:`run` sleeps in between."""
 
@@ -61,7 +37,7 @@ class Search:
         self,
         l1: L1Manager,
         tiers: Sequence[Tier],
-        arrivals: dict[ObjectKey, Arrival],
+        arrivals: Arrivals,
         wanted: Sequence[WantedObject],
         deadline: float,
     ) -> None:
@@ -70,7 +46,7 @@ class Search:
         Args:
             l1: where objects are and where they go.
             tiers: in the order in which they are preferred.
-            arrivals: what is on its way for any search; shared by all of them, so that no object is loaded twice.
+            arrivals: what is on its way for any search; shared by all of them.
             wanted: the objects in prompt order.
             deadline: on the loop's clock.
         """
@@ -85,7 +61,7 @@ class Search:
         self._silent: set[Tier] = set()  # asked, not answered yet
         self._hits: dict[Tier, set[int]] = {}  # found there, not tried yet
         self._locked: dict[Tier, set[int]] = {}  # found there, to be unlocked at the end
-        self._loads: set[_Load] = set()
+        self._loads: set[Load] = set()
         self._arriving: set[int] = set()  # on its way, for this search or for another one
         self._hopeless: set[int] = set()
         self._over = False
@@ -156,7 +132,7 @@ class Search:
         for index, item in enumerate(self._wanted):
             if index in self.leases:
                 continue
-            arrival = self._arrivals.get(item.key) if index in self._arriving else None
+            arrival = self._arrivals.find(item.key) if index in self._arriving else None
             if arrival is not None and arrival.tier.trusted("load"):
                 pending = True
                 continue
@@ -185,6 +161,8 @@ class Search:
         for load in self._loads:
             if not load.brought:
                 load.tier.overdue("load")
+                for _, arrival in load.arrivals:
+                    arrival.notify()  # others may get it from another tier
 
     def _ask(self, indices: Sequence[int]) -> None:
         """Ask every tier for the objects at ``indices``."""
@@ -194,8 +172,8 @@ class Search:
                 continue
             try:
                 task = tier.adapter.submit_lookup_and_lock_task(keys, deadline=self._deadline)
-            except L2Error as error:  # closed, or forked
-                tier.failed("lookup", error)
+            except Exception as error:
+                tier.broke("lookup", error)
                 continue
             self._silent.add(tier)
             tier.asked("lookup")
@@ -259,11 +237,10 @@ class Search:
                 if lease is not None:  # else it was evicted in between
                     return lease
             elif answer is Refusal.WRITING:
-                arrival = self._arrivals.get(wanted.key)
+                arrival = self._arrivals.find(wanted.key)
                 if arrival is None or arrival.tier.trusted("load"):  # None: the engine itself is writing it right now
                     return arrival
-                arrival.reservation.detach()  # that load hangs; it keeps its memory until it ends
-                self._landed(arrival)
+                self._arrivals.give_up_on(arrival)
             else:
                 # What lies behind a gap is worth nothing to the answer, and what lies before it everything.
                 last = max(self.leases, default=-1)
@@ -280,37 +257,35 @@ class Search:
                 [reservation.obj for _, reservation in reserved],
                 deadline=min(self._deadline, tier.deadline()),
             )
-        except BaseException as error:
+        except Exception as error:
             for _, reservation in reserved:
                 reservation.abort()
-            if not isinstance(error, L2Error):
-                raise
-            tier.failed("load", error)
+            tier.broke("load", error)
             tier.counters.add("load_failures", len(reserved))
             return
-        load = _Load(tier, [(index, Arrival(reservation, tier, self)) for index, reservation in reserved])
+        load = Load(tier, [(index, Arrival(reservation, tier, self)) for index, reservation in reserved])
         for index, arrival in load.arrivals:
             self._arriving.add(index)
-            self._arrivals[arrival.reservation.key] = arrival
+            self._arrivals.add(arrival)
         self._loads.add(load)
         tier.asked("load")
         task.on_outcome(partial(self._completed, load))
         task.on_ended(partial(self._ended, load, task))
 
-    def _completed(self, load: _Load, position: int, outcome: LoadOutcome) -> None:
+    def _completed(self, load: Load, position: int, outcome: LoadOutcome) -> None:
         index, arrival = load.arrivals[position]
         load.ended += 1
         load.timed_out |= isinstance(outcome.error, BackendTimeoutError)
-        _count(load.tier, outcome)
+        count_load(load.tier, outcome)
         if outcome.loaded:
             load.brought += 1
             self.loaded_objects += 1
             owners = () if self._over or index in self.leases else (OWNER,)
             for lease in arrival.reservation.finish(owners):
                 self.leases[index] = lease
-            self._landed(arrival)
+            self._arrivals.landed(arrival)
 
-    def _ended(self, load: _Load, task: L2Task[LoadOutcome]) -> None:
+    def _ended(self, load: Load, task: L2Task[LoadOutcome]) -> None:
         self._loads.discard(load)
         load.tier.answered("load")
         if task.error is not None:
@@ -321,24 +296,17 @@ class Search:
             load.tier.overdue("load")
         for _, arrival in load.arrivals:
             arrival.reservation.abort()  # only now has the adapter let go of the memory of what did not arrive
-            self._landed(arrival)
-
-    def _landed(self, arrival: Arrival) -> None:
-        """``arrival`` is on its way no longer; harmless when repeated."""
-        key = arrival.reservation.key
-        if self._arrivals.get(key) is arrival:  # a load that hung may have been replaced by another one
-            del self._arrivals[key]
-        for search in arrival.waiting:
-            search.notify()
-        arrival.waiting.clear()
+            self._arrivals.landed(arrival)
+        self.notify()
 
     def _collect(self) -> None:
         """Lease what has arrived, and wait on for what has not."""
         for index in list(self._arriving):
             key = self._wanted[index].key
-            arrival = self._arrivals.get(key)
+            arrival = self._arrivals.find(key)
             if arrival is not None:
-                arrival.waiting.add(self)
+                if arrival.search is not self:  # its own loads wake it when they end, not object by object
+                    arrival.waiting.add(self)
                 continue
             self._arriving.discard(index)
             lease = None if index in self.leases else self._l1.acquire(key, owner=OWNER)
@@ -364,18 +332,3 @@ def whole_chunks(chunks: Sequence[WantedChunk], have: Container[int]) -> int:
             return count
         position += len(chunk)
     return len(chunks)
-
-
-def _count(tier: Tier, outcome: LoadOutcome) -> None:
-    names = {
-        LoadStatus.LOADED: "loaded_objects",
-        LoadStatus.MISS: "load_misses",
-        LoadStatus.CORRUPT: "load_corrupt",
-        LoadStatus.FAILED: "load_failures",
-    }
-    tier.counters.add(names[outcome.status])
-    tier.counters.add("loaded_bytes", outcome.nbytes)
-    if outcome.status is not LoadStatus.FAILED:
-        tier.succeeded("load")
-    elif outcome.error is not None:
-        tier.failed("load", outcome.error)

@@ -23,12 +23,12 @@ import anyio.lowlevel
 from l2kit.config import StorageConfig, load_storage_config
 from l2kit.errors import AdapterContractError, ClosedError, ConfigError
 from l2kit.keys import ObjectKey
-from l2kit.l1 import L1Manager, WriteReservation
+from l2kit.l1 import L1Manager, ReadLease, WriteReservation
 from l2kit.layout import Layout
 from l2kit.metrics import Counters
-from l2kit.policy import EvictionPolicy
+from l2kit.policy import GuardedPolicy
 from l2kit.prefetch import Prefetch, PrefetchController, WantedChunk
-from l2kit.registry import POLICIES, Registry, default_registry
+from l2kit.registry import Registry, default_registry
 from l2kit.store import StoreController
 from l2kit.task import TaskRunner
 from l2kit.tier import Tier
@@ -66,9 +66,7 @@ class StorageManager:
             ConfigError: a wrong option, or a name that no installed plugin offers.
         """
         self.config: Final = config
-        self._policy = registry.load(POLICIES, config.l1.policy)
-        if not (isinstance(self._policy, type) and issubclass(self._policy, EvictionPolicy)):
-            raise AdapterContractError(f"policies: {config.l1.policy!r} is no subclass of l2kit.policy.EvictionPolicy")
+        self._policy = registry.policy_class(config.l1.policy)
         adapters = [registry.adapter(tier) for tier in config.tiers]
         names = [adapter.name for adapter in adapters]
         for name in names:
@@ -77,6 +75,7 @@ class StorageManager:
         self.tiers: Final = [Tier(adapter) for adapter in adapters]
         self.counters: Final = Counters(STORAGE_COUNTERS)
         self._open_prefetches: set[Prefetch] = set()
+        self._l1: L1Manager | None = None
         self._opened: _Opened | None = None
         self._closed = False
 
@@ -86,7 +85,7 @@ class StorageManager:
         if self._opened is not None or self._closed:
             raise ClosedError("a storage manager opens once; make a new one with open_storage()")
         async with AsyncExitStack() as stack:
-            self.l1 = L1Manager(self.config.l1.max_bytes, self._policy())
+            self._l1 = self._make_l1()
             stack.callback(self.l1.close)
             for tier in self.tiers:
                 await stack.enter_async_context(tier.adapter)
@@ -133,6 +132,17 @@ class StorageManager:
         """Wait until everything that is readable now has been offered to every tier. Bound it from outside."""
         await anyio.lowlevel.checkpoint()  # what other threads posted before comes first
         await self._store.drain()
+
+    @property
+    def l1(self) -> L1Manager:
+        """The host memory tier; closed with the storage manager.
+
+        Raises:
+            ClosedError: it was never opened.
+        """
+        if self._l1 is None:
+            raise ClosedError("the storage manager is not open; use it inside 'async with open_storage(…)'")
+        return self._l1
 
     # --- for engines: any thread ------------------------------------------------------------------
 
@@ -212,20 +222,21 @@ class StorageManager:
         """
         self._check_process()
         owners = self._store.lease_owners
-        finished = []
-        for reservation in reversed(reservations):
-            finished.append(reservation.finish(owners))
-            self.counters.add("writes_finished")
-        finished.reverse()
+        finished: list[list[ReadLease]] = []
 
         def enqueue() -> None:
-            for leases in finished:
+            for leases in reversed(finished):
                 self._store.enqueue(leases)
 
-        if not self._post(enqueue):
-            for leases in finished:
-                for lease in leases:
-                    lease.release()
+        try:
+            for reservation in reversed(reservations):
+                finished.append(reservation.finish(owners))
+                self.counters.add("writes_finished")
+        finally:
+            if not self._post(enqueue):
+                for leases in finished:
+                    for lease in leases:
+                        lease.release()
 
     def status(self) -> dict[str, Any]:
         """What is going on, for people and tools; no secrets. Any thread."""
@@ -246,6 +257,16 @@ class StorageManager:
         }
 
     # --- inner ------------------------------------------------------------------------------------
+
+    def _make_l1(self) -> L1Manager:
+        try:
+            policy = self._policy()
+        except Exception as error:
+            raise AdapterContractError(f"policies: {self.config.l1.policy!r} cannot be made: {error}") from error
+        try:
+            return L1Manager(self.config.l1.max_bytes, GuardedPolicy(policy))
+        except ConfigError as error:
+            raise ConfigError(f"l1.max_bytes: {str(error).partition(': ')[2]}") from error
 
     def _require_open(self) -> _Opened:
         if self._opened is None or self._closed:

@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 from anyio.abc import TaskGroup
 
-from l2kit.errors import BackendTimeoutError, L2Error
+from l2kit.errors import BackendTimeoutError
 from l2kit.l1 import ReadLease
 from l2kit.outcomes import StoreOutcome, StoreStatus
 from l2kit.task import L2Task
@@ -142,11 +142,9 @@ class StoreController:
             task = tier.adapter.submit_store_task(
                 [lease.key for lease in batch], [lease.obj for lease in batch], deadline=deadline
             )
-        except BaseException as error:
+        except Exception as error:
             queue.let_go(batch)
-            if not isinstance(error, L2Error):
-                raise
-            _failed(tier, error)
+            tier.broke("store", error)
             tier.counters.add("store_failures", len(batch))
             return
         task.on_ended(partial(_ended, queue, batch, task))
@@ -181,12 +179,6 @@ def _count(tier: Tier, outcome: StoreOutcome) -> None:
     tier.counters.add(names[outcome.status])
     tier.counters.add("stored_bytes", outcome.nbytes)
     if outcome.status is StoreStatus.FAILED and outcome.error is not None:
-        _failed(tier, outcome.error)
+        tier.failed("store", outcome.error)
     elif outcome.present:
         tier.succeeded("store")
-
-
-def _failed(tier: Tier, error: L2Error) -> None:
-    if tier.healthy:
-        _log.warning("tier %s: a store failed: %s", tier.name, error)
-    tier.failed("store", error)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from typing import Any, Final, Literal
 
 import anyio
 
 from l2kit.adapter import L2Adapter
-from l2kit.errors import BackendTimeoutError, L2Error
+from l2kit.errors import BackendError, BackendTimeoutError, L2Error
 from l2kit.metrics import Counters
 
 TIER_COUNTERS: Final = (
@@ -30,6 +32,9 @@ TIER_COUNTERS: Final = (
 #: A tier may answer one kind of work and hang in another, so health and trust are kept for each kind apart.
 Work = Literal["lookup", "load", "store"]
 
+_LOG_INTERVAL_S: Final = 10.0
+_log = logging.getLogger(__name__)
+
 
 class Tier:
     """An adapter in its place among the tiers. Loop-bound, except for ``counters``."""
@@ -40,6 +45,7 @@ class Tier:
         self.name: Final = adapter.name
         self.counters: Final = Counters(TIER_COUNTERS)
         self._errors: dict[Work, L2Error] = {}  # the last error of each kind of work that has not succeeded since
+        self._quiet_until: dict[Work, float] = {}
         self._overdue: set[Work] = set()
         self._unanswered: Counter[Work] = Counter()
 
@@ -51,7 +57,8 @@ class Tier:
     @property
     def last_error(self) -> L2Error | None:
         """The most recent failure that no success has made good; None when healthy."""
-        return next(reversed(self._errors.values()), None)
+        errors = list(self._errors.values())  # one step: other threads ask too
+        return errors[-1] if errors else None
 
     def trusted(self, work: Work) -> bool:
         """False while an answer of this kind is overdue: nobody waits for the next one.
@@ -78,9 +85,19 @@ class Tier:
         self._overdue.discard(work)
 
     def failed(self, work: Work, error: L2Error) -> None:
-        """The backend failed."""
-        self._errors.pop(work, None)
+        """The backend failed. Logged when it did not fail before, and not more often than now and then."""
+        now = time.monotonic()
+        if self._errors.pop(work, None) is None and now >= self._quiet_until.get(work, 0.0):
+            self._quiet_until[work] = now + _LOG_INTERVAL_S
+            _log.warning("tier %s: a %s failed: %s", self.name, work, error)
         self._errors[work] = error
+
+    def broke(self, work: Work, error: Exception) -> None:
+        """The adapter raised where it must hand out a task: closed, or a bug of the plugin."""
+        if not isinstance(error, L2Error):
+            _log.error("tier %s: the adapter failed to take a %s", self.name, work, exc_info=error)
+            error = BackendError(f"{self.name}: the adapter failed to take a {work}: {type(error).__name__}")
+        self.failed(work, error)
 
     def overdue(self, work: Work, error: L2Error | None = None) -> None:
         """The backend gave nothing by the deadline: besides its health, this costs it the patience of others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.e2e.vllm_process import VLLMProcess
 
 __all__ = ["redis_server", "valkey_server"]
 
-#: Starts a vLLM process: a name and what `VLLMProcess` takes. Ended with the test module.
+#: Starts a vLLM process, from a name and what `VLLMProcess` takes.
 Start = Callable[..., VLLMProcess]
 
 _seeds = itertools.count(1)
@@ -45,8 +46,20 @@ def llama_fp32(models: Path) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Processes of one test module. Make them in fixtures, so that they start side by side."""
-    logs = tmp_path_factory.mktemp(f"logs-{request.module.__name__.rpartition('.')[2]}")
+    """Starts processes that live as long as the test module. Use it in fixtures, so that they start side by side."""
+    with _starting(tmp_path_factory.mktemp(f"logs-{request.module.__name__.rpartition('.')[2]}")) as begin:
+        yield begin
+
+
+@pytest.fixture
+def start_here(tmp_path: Path) -> Iterator[Start]:
+    """Starts processes that end with the test."""
+    with _starting(tmp_path) as begin:
+        yield begin
+
+
+@contextmanager
+def _starting(logs: Path) -> Iterator[Start]:
     started: list[VLLMProcess] = []
 
     def begin(name: str, model: TinyModel, **options: Any) -> VLLMProcess:
@@ -54,9 +67,11 @@ def start(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         started.append(process)
         return process
 
-    yield begin
-    for process in started:
-        process.end()
+    try:
+        yield begin
+    finally:
+        for process in started:
+            process.end()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -158,7 +158,7 @@ class VLLMProcess:
         model: TinyModel,
         *,
         log_path: Path,
-        storage: Mapping[str, Any] | None,
+        storage: Mapping[str, Any] | None = None,
         connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         open_now: bool = True,
@@ -169,7 +169,8 @@ class VLLMProcess:
         Args:
             model: what it serves.
             log_path: where its output goes.
-            storage: ``kv_connector_extra_config``, merged over small defaults; None runs vLLM without l2kit.
+            storage: ``kv_connector_extra_config``, merged over small defaults (a field that is None is left out);
+                None runs vLLM without l2kit.
             connector: further fields of ``kv_transfer_config``.
             environment: further environment variables.
             open_now: False leaves opening the engine to :meth:`open`.
@@ -179,9 +180,6 @@ class VLLMProcess:
         self.name: Final = log_path.stem
         self._log_path = log_path
         self._ids = (f"{log_path.stem}-{number}" for number in itertools.count())
-        self._storage = storage
-        self._connector = dict(connector or {})
-        self._engine = engine
         self._opening = False
         reply_read, reply_write = os.pipe()
         with log_path.open("ab") as log:
@@ -197,7 +195,7 @@ class VLLMProcess:
         os.close(reply_write)
         self._replies = reply_read
         if open_now:
-            self._start_opening()
+            self._start_opening(storage, connector, engine)
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -209,17 +207,17 @@ class VLLMProcess:
     ) -> None:
         self.end()
 
-    def open(self, *, storage: Mapping[str, Any] | None = None, **engine: Any) -> None:
+    def open(
+        self, *, storage: Mapping[str, Any] | None = None, connector: Mapping[str, Any] | None = None, **engine: Any
+    ) -> None:
         """Start an engine (again after one that could not start) and wait until it is there.
+
+        What is given here counts for this engine in place of what the constructor was given.
 
         Raises:
             VLLMError: it did not start; the message is that of the exception.
         """
-        if storage is not None:
-            self._storage = storage
-        self._engine |= engine
-        if not self._opening:
-            self._start_opening()
+        self._start_opening(storage, connector, engine)
         self._finish_opening()
 
     def exit(self, *, timeout_s: float = 30.0) -> float:
@@ -235,6 +233,11 @@ class VLLMProcess:
         if code != 0:
             self._fail(f"exited with {code}")
         return time.monotonic() - started
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the process has ended."""
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """``kill -9``."""
@@ -398,27 +401,20 @@ class VLLMProcess:
         self._send(command, arguments)
         return self._reply(command, wait_s)
 
-    def _start_opening(self) -> None:
+    def _start_opening(
+        self, storage: Mapping[str, Any] | None, connector: Mapping[str, Any] | None, engine: Mapping[str, Any]
+    ) -> None:
         self._opening = True
         options: dict[str, Any] = {
             "model": str(self.model.path),
             "dtype": self.model.dtype,
             "block_size": self.model.block_size,
             **_ENGINE,
-            **self._engine,
+            **engine,
         }
-        if self._storage is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "L2KitConnector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                **self._connector,
-                "kv_connector_extra_config": {
-                    "chunk_size": CHUNK_SIZE,
-                    "l1": {"max_bytes": "64MiB"},
-                    **self._storage,
-                },
-            }
+        if storage is not None:
+            extra = {name: value for name, value in {**_STORAGE, **storage}.items() if value is not None}
+            options["kv_transfer_config"] = {**_CONNECTOR, **(connector or {}), "kv_connector_extra_config": extra}
         self._send("open", {"options": options})
 
     def _finish_opening(self) -> None:
@@ -473,6 +469,12 @@ _ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+_CONNECTOR: Final[Mapping[str, Any]] = {
+    "kv_connector": "L2KitConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+_STORAGE: Final[Mapping[str, Any]] = {"chunk_size": CHUNK_SIZE, "l1": {"max_bytes": "64MiB"}}
 _ENGINE: Final[Mapping[str, Any]] = {
     "skip_tokenizer_init": True,
     "max_model_len": 4096,

@@ -34,9 +34,11 @@ class Worker:
     # --- commands ---------------------------------------------------------------------------------
 
     def open(self, options: dict[str, Any]) -> None:
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        ensure_kv_transfer_shutdown()  # vLLM keeps the worker side of an engine that did not start
         self.engine = LLMEngine.from_engine_args(EngineArgs(**options))
         self._watch_block_tables()
 
@@ -138,6 +140,12 @@ class Worker:
             "hook errors": embedded.counters.snapshot()["hook_errors"],
         }
         return {name: count for name, count in found.items() if count}
+
+    def open_engines(self) -> int:
+        """How many embedded engines are open."""
+        from l2kit_vllm.embedded import engines
+
+        return len(engines())
 
     def run(self, module: str, name: str, arguments: dict[str, Any]) -> Any:
         return getattr(importlib.import_module(module), name)(self, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, Final, Literal
 
 import anyio
+import pytest
 
 from l2kit.errors import BackendError
 from l2kit.keys import Namespace, ObjectKey
@@ -23,6 +25,12 @@ from l2kit.registry import ADAPTERS, CODECS, POLICIES, Registry
 from l2kit.storage_manager import StorageManager, open_storage
 
 Hook = Literal["lookup", "load", "store", "release", "open"]
+Hang = Literal["hung", "stuck"]  # a wait that can be cancelled; a thread that cannot
+BOTH_HANGS = pytest.mark.parametrize("hang", ["hung", "stuck"])
+
+#: A short deadline, and what an answer "by the deadline" may take on a busy machine.
+SHORT_S: Final = 0.15
+SLACK_S: Final = 1.0
 
 CHUNK_TOKENS: Final = 16
 OBJECT_BYTES: Final = 512 * CHUNK_TOKENS
@@ -128,6 +136,29 @@ class OddAdapter(MemoryAdapter):
         error = error or self.failing.get(hook)
         if error is not None:
             raise error
+
+
+def hold_up(adapter: OddAdapter, hang: Hang, hook: Hook) -> None:
+    """Let one hook hang until :func:`recover`."""
+    (adapter.hung if hang == "hung" else adapter.stuck).add(hook)
+
+
+def recover(adapter: OddAdapter) -> None:
+    """Let go of whatever hangs, and hang no more."""
+    adapter.hung.clear()
+    adapter.stuck.clear()
+    adapter.let_go()
+
+
+class Stopwatch:
+    """How long a block took."""
+
+    def __enter__(self) -> Stopwatch:
+        self.started = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.took_s = time.monotonic() - self.started
 
 
 def _point(group: str, name: str, target: type) -> EntryPoint:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from l2kit.blocking import BlockingCacheEngine, BlockingStorage
 from l2kit.engine import TokenRange
 from l2kit.errors import BackendError, BackendTimeoutError, ClosedError, ConfigError
 from tests.unit.odd_tiers import NAMESPACE, assert_closed_clean, content, key, layout, odd, registry, wanted, write
-from tests.unit.test_engine import PROMPT, Source, Target
+from tests.unit.paged_kv import PROMPT, Source, Target
 from tests.unit.test_storage_manager import in_child
 
 pytestmark = pytest.mark.timeout(60)
@@ -198,3 +200,37 @@ def test_a_forked_child_is_refused_and_may_close() -> None:
         assert in_child(check) == 0
         assert engine.retrieve(PROMPT, Target(PROMPT)) == TokenRange(0, 96)
     assert_closed_clean(front.manager)
+
+
+FORKING_HOST = """
+import os, sys, time
+from l2kit import BlockingStorage
+
+front = BlockingStorage({"tiers": ["memory://"], "l1": {"max_bytes": 1 << 20}}).open()
+child = os.fork()
+if child == 0:
+    if sys.argv[1] == "forgets":
+        del front
+    elif sys.argv[1] == "closes":
+        front.close()
+    sys.exit(7)
+end = time.monotonic() + 10
+while time.monotonic() < end:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.01)
+else:
+    os.kill(child, 9)
+    sys.exit("the child hangs")
+front.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("child", ["keeps", "forgets", "closes"])
+def test_a_forked_child_exits_whatever_it_does_with_the_storage(child: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING_HOST, child], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, "")

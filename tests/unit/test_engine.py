@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -14,65 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from l2kit.engine import CacheEngine, TokenRange, merge_ranges
+from l2kit.engine import TokenRange, merge_ranges
 from l2kit.errors import ClosedError
 from l2kit.keys import MultimodalHash
 from l2kit.memory import MemoryObj
-from l2kit.storage_manager import StorageManager
-from tests.unit.odd_tiers import CHUNK_TOKENS, NAMESPACE, layout, odd, odd_storage, storage, until
+from tests.unit.odd_tiers import CHUNK_TOKENS, odd, odd_storage, storage, until
+from tests.unit.paged_kv import PROMPT, Source, Target, forget_l1, kv, make_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
-
-PROMPT = [(7 * n + 3) % 1000 for n in range(6 * CHUNK_TOKENS + 5)]
-
-
-def kv(prompt: Sequence[int], start: int, end: int, nbytes: int, extra: object = None) -> bytes:
-    """The KV of some tokens of a prompt: it depends on all tokens before them, as in a model."""
-    return hashlib.shake_128(repr((list(prompt[:end]), start, extra)).encode()).digest(nbytes)
-
-
-@dataclass
-class Source:
-    """Stands for the paged KV of a worker that has computed ``prompt``."""
-
-    prompt: Sequence[int]
-    extra: object = None
-    fails_at: int | None = None
-    gathered: list[tuple[int, int]] = field(default_factory=list)
-    threads: set[int] = field(default_factory=set)
-
-    def gather(self, start: int, end: int, obj: MemoryObj) -> None:
-        if self.fails_at is not None and start >= self.fails_at:
-            raise RuntimeError("the pages are gone")
-        self.gathered.append((start, end))
-        self.threads.add(threading.get_ident())
-        obj.segments[0][:] = kv(self.prompt, start, end, obj.nbytes, self.extra)
-
-
-@dataclass
-class Target:
-    """Stands for the paged KV of a worker that restores ``prompt``; checks every byte that it is given."""
-
-    prompt: Sequence[int]
-    extra: object = None
-    written: list[tuple[int, int]] = field(default_factory=list)
-    error: Exception | None = None
-
-    def scatter(self, start: int, end: int, obj: MemoryObj, *, skip_prefix_n_tokens: int = 0) -> None:
-        if self.error is not None:
-            raise self.error
-        assert 0 <= skip_prefix_n_tokens < end - start
-        assert obj.tobytes() == kv(self.prompt, start, end, obj.nbytes, self.extra)
-        self.written.append((start + skip_prefix_n_tokens, end))
-
-
-def make_engine(manager: StorageManager, **options: Any) -> CacheEngine:
-    return CacheEngine(manager, NAMESPACE, layout, **options)
-
-
-def forget_l1(manager: StorageManager) -> None:
-    for name in list(manager.l1._readable):
-        manager.l1.remove(name)
 
 
 # --- store, lookup, retrieve ----------------------------------------------------------------------
@@ -283,89 +229,14 @@ async def test_a_failing_tier_never_raises() -> None:
 async def test_outside_async_with() -> None:
     manager = odd_storage("a")
     engine = make_engine(manager)
-    async with manager:
-        pass
-    for call in (engine.store(PROMPT, Source(PROMPT)), engine.retrieve(PROMPT, Target(PROMPT)), engine.lookup(PROMPT)):
-        with pytest.raises(ClosedError):
-            await call
-
-
-# --- L1 too small ---------------------------------------------------------------------------------
-
-
-async def test_of_a_prompt_larger_than_l1_the_start_is_kept() -> None:
-    async with storage("a", l1_objects=4) as manager:
-        engine = make_engine(manager)
-        assert await engine.store(PROMPT, Source(PROMPT)) == [TokenRange(0, 64)]
-        await manager.drain()
-        assert await engine.lookup(PROMPT) >= 48
-        assert manager.readable_prefix([chunk.key for chunk in engine.chunks(PROMPT)]) == 4
-
-
-async def test_a_prompt_stored_in_pieces_loses_its_end_first() -> None:
-    async with storage(l1_objects=8) as manager:
-        engine = make_engine(manager)
-        for end in (32, 64, 96):  # chunked prefill
-            await engine.store(PROMPT[:end], Source(PROMPT), skip_prefix_n_tokens=end - 32)
-        other = [1] * 64
-        await engine.store(other, Source(other))
-        keys = [chunk.key for chunk in engine.chunks(PROMPT)]
-        assert manager.readable_prefix(keys) == 4
-        assert [manager.l1.contains(name) for name in keys] == [True] * 4 + [False] * 2
-
-
-async def test_a_longer_prompt_does_not_evict_its_own_prefix() -> None:
-    async with storage(l1_objects=4) as manager:
-        engine = make_engine(manager)
-        await engine.store(PROMPT[:48], Source(PROMPT))
-        assert await engine.store(PROMPT, Source(PROMPT)) == [TokenRange(48, 64)]
-        assert await engine.store(PROMPT, Source(PROMPT), skip_prefix_n_tokens=64) == []
-        assert await engine.lookup(PROMPT) == 64
-
-
-async def test_with_no_memory_at_all_nothing_is_kept_and_nothing_waits() -> None:
-    async with storage(l1_objects=4) as manager:
-        engine = make_engine(manager)
-        await engine.store([1] * 64, Source([1] * 64))
-        leases = manager.l1.acquire_prefix([c.key for c in engine.chunks([1] * 64)], owner="test")
-        with anyio.fail_after(2):
-            assert await engine.store(PROMPT, Source(PROMPT)) == []
-            assert await engine.retrieve(PROMPT, Target(PROMPT)) == TokenRange(0, 0)
-        assert manager.counters.snapshot()["writes_refused"] == 1  # the first without memory is the last tried
-        for lease in leases:
-            lease.release()
-
-
-# --- several --------------------------------------------------------------------------------------
-
-
-async def test_shards_are_objects_of_their_own() -> None:
-    async with storage("a") as manager:
-        engines = [make_engine(manager, shard=n, shards=2) for n in range(2)]
-        await engines[0].store(PROMPT, Source(PROMPT, 0))
-        assert await engines[1].lookup(PROMPT) == 0
-        await engines[1].store(PROMPT, Source(PROMPT, 1))
-        for number, engine in enumerate(engines):
-            assert await engine.retrieve(PROMPT, Target(PROMPT, number)) == TokenRange(0, 96)
-
-
-async def test_many_requests_at_once() -> None:
-    async with storage("a", "b", l1_objects=20) as manager:
-        engine = make_engine(manager)
-
-        async def request(number: int) -> None:
-            prompt = [number % 4, *PROMPT]
-            await engine.store(prompt, Source(prompt))
-            restored = await engine.retrieve(prompt, Target(prompt))
-            assert restored.start == 0
-            assert restored.end % CHUNK_TOKENS == 0
-
-        async with anyio.create_task_group() as group:
-            for number in range(24):
-                group.start_soon(request, number)
-
-
-def test_ranges_are_merged() -> None:
-    assert merge_ranges([]) == []
-    assert merge_ranges([TokenRange(0, 2), TokenRange(2, 5), TokenRange(7, 8)]) == [TokenRange(0, 5), TokenRange(7, 8)]
-    assert len(TokenRange(3, 10)) == 7
+    for _ in range(2):  # before and after
+        for call in (
+            engine.store(PROMPT, Source(PROMPT)),
+            engine.retrieve(PROMPT, Target(PROMPT)),
+            engine.lookup(PROMPT),
+        ):
+            with pytest.raises(ClosedError):
+                await call
+        if _ == 0:
+            async with manager:
+                pass

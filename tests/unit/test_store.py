@@ -27,6 +27,7 @@ from tests.unit.odd_tiers import (
     odd,
     odd_storage,
     put_in_l1,
+    put_in_tier,
     read,
     registry,
     storage,
@@ -206,13 +207,14 @@ async def test_the_worker_survives_an_error_in_submit(error: Exception, caplog: 
 
 @pytest.mark.parametrize("hook", ["store", "release", "lookup"])
 async def test_closing_with_a_hung_tier_is_bounded(hook: Literal["store", "release", "lookup"]) -> None:
-    async with odd_storage("a", drain_timeout_s=0.2) as manager:
+    async with odd_storage({"url": "odd://?timeout_s=0.5", "name": "a"}, drain_timeout_s=0.2) as manager:
+        await put_in_tier(manager, 0, key(50))
         odd(manager).hung.add(hook)
         write(manager, *(key(n) for n in range(25)))
         prefetch = manager.start_prefetch(wanted(2, first=50), timeout_s=60)
-        await until(lambda: odd(manager).calls["store"])
+        await until(lambda: odd(manager).calls["store"] > 1 and odd(manager).waiting[hook])
         started = time.monotonic()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 2
     await until(lambda: prefetch.done)
     prefetch.release()
     assert_closed_clean(manager)

@@ -1,0 +1,74 @@
+"""The command itself: arguments in, exit code out, and one line for every error of our tree.
+
+Exit codes: 0 all is well; 1 a backend failed, or something is broken; 2 the command or a configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from l2kit import __version__
+from l2kit.cli import objects, plugins
+from l2kit.errors import ConfigError, L2Error
+
+_BROKEN_PIPE: Final = 128 + 13  # as if SIGPIPE had ended us, which is what a shell expects of `l2kit ls | head`
+_INTERRUPTED: Final = 128 + 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; ``arguments`` are the process's own by default."""
+    options = _parser().parse_args(arguments)
+    # Errors are told once, here; what the library logs on the way repeats them with tracebacks.
+    logging.getLogger("l2kit").addHandler(logging.NullHandler())
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again at exit
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except ConfigError as error:
+        return _complain(error, 2)
+    except L2Error as error:
+        return _complain(error, 1)
+    return code
+
+
+def _complain(error: L2Error, code: int) -> int:
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    return code
+
+
+def one_line(error: object) -> str:
+    """An error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="l2kit", description="KV cache of LLM servers: tools around its storage.")
+    parser.add_argument("--version", action="version", version=f"l2kit {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    command = commands.add_parser("plugins", help="list installed adapters, codecs and policies, and what is broken")
+    command.add_argument("--json", action="store_true", help="print one JSON array")
+    command.set_defaults(run=plugins.run)
+
+    command = commands.add_parser("probe", help="write, read, compare and delete one small object")
+    command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
+    command.set_defaults(run=objects.run_probe)
+
+    command = commands.add_parser("ls", help="list the objects of a backend: size in bytes and key")
+    command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
+    command.set_defaults(run=objects.run_ls)
+
+    command = commands.add_parser("verify", help="load every object of a backend and check it")
+    command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
+    command.add_argument("--delete", action="store_true", help="delete damaged objects; then they are no failure")
+    command.set_defaults(run=objects.run_verify)
+    return parser
