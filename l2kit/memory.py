@@ -128,7 +128,8 @@ class Arena:
         if self.capacity_bytes < PAGE_BYTES:
             raise ConfigError(f"capacity_bytes: {capacity_bytes} is below one page of {PAGE_BYTES} bytes")
         try:
-            mapped = mmap.mmap(-1, self.capacity_bytes)
+            # Private: shared anonymous memory takes no huge pages where shmem_enabled is "never", its default.
+            mapped = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"capacity_bytes: this machine does not map {capacity_bytes} bytes: {error}") from error
         if self.capacity_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

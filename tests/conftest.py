@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 
 from l2kit.testing.leaks import no_leaked_tasks, no_leaked_threads_or_files
+
+# How long an example takes depends on what else the machine does: it proves nothing.
+settings.register_profile("l2kit", deadline=None)
+settings.load_profile("l2kit")
 
 
 @pytest.fixture(scope="session")

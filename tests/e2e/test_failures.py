@@ -29,12 +29,12 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def engines(start: Start, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def engines(start: Start, llama_fp32: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("moody")
     moody.install(site)
     storage = {"tiers": [f"moody://{folder}"], "lookup_timeout_s": LOOKUP_TIMEOUT_S, "drain_timeout_s": 1.0}
     first, second = [
-        start(name, llama, storage=storage, environment={"PYTHONPATH": str(site)}) for name in ("first", "second")
+        start(name, llama_fp32, storage=storage, environment={"PYTHONPATH": str(site)}) for name in ("first", "second")
     ]
     return Engines(first, second, folder)
 

@@ -27,7 +27,6 @@ class Engines(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engines(start: Start, llama_fp32: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    # fp32: requests computed side by side get other roundings than alone, and in bf16 sometimes other tokens.
     storage = {"tiers": [f"file://{tmp_path_factory.mktemp('tier')}"]}
     few = {"max_num_batched_tokens": 160, "num_gpu_blocks_override": 44, "max_model_len": 1024, "max_num_seqs": 8}
     return Engines(

@@ -26,10 +26,10 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def engines(start: Start, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def engines(start: Start, llama_fp32: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder = tmp_path_factory.mktemp("tier")
     storage = {"tiers": [f"file://{folder}"]}
-    first, second, third = [start(name, llama, storage=storage) for name in ("first", "second", "third")]
+    first, second, third = [start(name, llama_fp32, storage=storage) for name in ("first", "second", "third")]
     return Engines(first, second, third, folder)
 
 

@@ -29,12 +29,12 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["redis", "valkey"])
-def engines(request: pytest.FixtureRequest, start: Start, llama: TinyModel) -> Iterator[Engines]:
+def engines(request: pytest.FixtureRequest, start: Start, llama_fp32: TinyModel) -> Iterator[Engines]:
     flavor: Flavor = request.param
     with run_server(flavor) as server:
         tier = {"url": server.url(), "name": "server", "timeout_s": 4.0}
         storage = {"tiers": [tier], "lookup_timeout_s": LOOKUP_TIMEOUT_S, "drain_timeout_s": 1.0}
-        first, second = [start(f"{flavor}-{name}", llama, storage=storage) for name in ("first", "second")]
+        first, second = [start(f"{flavor}-{name}", llama_fp32, storage=storage) for name in ("first", "second")]
         yield Engines(server, first, second)
         first.end()
         second.end()

@@ -23,8 +23,21 @@ def vllm(start: Start, llama: TinyModel) -> VLLMProcess:
     return start("badly-configured", llama, open_now=False)
 
 
+@pytest.fixture(scope="module")
+def refused(start: Start, llama: TinyModel) -> VLLMProcess:
+    """A process whose engine is refused when it has opened its tiers already; starts beside the others."""
+    return start("refused", llama, storage={"tiers": ["memory://"], "l1": {"max_bytes": "64KiB"}})
+
+
+@pytest.fixture(scope="module")
+def two_ranks(start: Start, llama: TinyModel) -> VLLMProcess:
+    """A process whose engine wants a worker process for each of two ranks; starts beside the others."""
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return start("two-ranks", llama, storage={}, environment=unbound, tensor_parallel_size=2)
+
+
 @pytest.fixture
-def one_process(vllm: VLLMProcess) -> Iterator[VLLMProcess]:
+def one_process(vllm: VLLMProcess, refused: VLLMProcess, two_ranks: VLLMProcess) -> Iterator[VLLMProcess]:
     yield vllm
     assert vllm.call("open_engines") == 0
 
@@ -107,15 +120,14 @@ def test_starts_at_last_and_exits_in_time(vllm: VLLMProcess, tmp_path: Path) -> 
     assert [path for path in tmp_path.rglob("*.all") if path.is_file()]  # stored on the way out at the latest
 
 
-def test_exits_in_time_after_a_refusal(start_here: Start, llama: TinyModel, tmp_path: Path) -> None:
-    vllm = start_here("refused", llama, open_now=False)
+def test_exits_in_time_after_a_refusal(refused: VLLMProcess) -> None:
     with pytest.raises(VLLMError, match="max_bytes"):
-        vllm.open(storage={"tiers": [f"file://{tmp_path}"], "l1": {"max_bytes": "64KiB"}})
-    assert vllm.exit() < 20
+        refused.wait_until_open()
+    assert refused.call("open_engines") == 0
+    assert refused.exit() < 20
 
 
-def test_tensor_parallelism_is_refused(start_here: Start, llama: TinyModel) -> None:
-    vllm = start_here("two-ranks", llama, environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, open_now=False)
+def test_tensor_parallelism_is_refused(two_ranks: VLLMProcess) -> None:
     with pytest.raises(VLLMError):
-        vllm.open(storage={}, tensor_parallel_size=2)
-    assert "tensor_parallel_size x pipeline_parallel_size is 2; the embedded engine serves 1" in vllm.log
+        two_ranks.wait_until_open()
+    assert "tensor_parallel_size x pipeline_parallel_size is 2; the embedded engine serves 1" in two_ranks.log

@@ -218,11 +218,21 @@ class VLLMProcess:
             VLLMError: it did not start; the message is that of the exception.
         """
         self._start_opening(storage, connector, engine)
-        self._finish_opening()
+        self.wait_until_open()
+
+    def wait_until_open(self) -> None:
+        """Wait for the engine that was told to start.
+
+        Raises:
+            VLLMError: it did not start.
+        """
+        if self._opening:
+            self._opening = False
+            self._reply("open", TIMEOUT_S * 2)
 
     def exit(self, *, timeout_s: float = 30.0) -> float:
         """Let the process end as an ordinary Python program does; how long that took, in seconds."""
-        self._finish_opening()
+        self.wait_until_open()
         started = time.monotonic()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -392,12 +402,12 @@ class VLLMProcess:
 
     def start(self, command: str, **arguments: Any) -> Pending:
         """The same without waiting."""
-        self._finish_opening()
+        self.wait_until_open()
         self._send(command, arguments)
         return Pending(self, command)
 
     def _command(self, command: str, arguments: Mapping[str, Any], wait_s: float) -> tuple[Any, list[bytes]]:
-        self._finish_opening()
+        self.wait_until_open()
         self._send(command, arguments)
         return self._reply(command, wait_s)
 
@@ -416,11 +426,6 @@ class VLLMProcess:
             extra = {name: value for name, value in {**_STORAGE, **storage}.items() if value is not None}
             options["kv_transfer_config"] = {**_CONNECTOR, **(connector or {}), "kv_connector_extra_config": extra}
         self._send("open", {"options": options})
-
-    def _finish_opening(self) -> None:
-        if self._opening:
-            self._opening = False
-            self._reply("open", TIMEOUT_S * 2)
 
     def _send(self, command: str, arguments: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

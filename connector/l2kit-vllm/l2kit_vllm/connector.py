@@ -87,7 +87,8 @@ class L2KitConnector(KVConnectorBase_V1, SupportsHMA):
         if self._embedded.engine is None:
             raise ConfigError(
                 "the embedded engine needs vLLM's scheduler and its worker in one process, and this vLLM runs its "
-                "worker in another: use the default executor for a world size of 1 (uni)"
+                "worker in another: use --distributed-executor-backend uni. vLLM's CPU build honours that only with "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0, that is in LLM(...) and not under its API server"
             )
         if transfer.kv_load_failure_policy != "recompute":
             _log.warning(

@@ -198,6 +198,7 @@ class SchedulerSide:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._drop_prefetch(state)
+            self._engine.touch(state.chunks[: state.next_save])  # saved in pieces, evicted as one prompt: its end first
             self._disown(state, self._embedded.failed_block_ids)  # it may have been aborted before vLLM learned of them
         self._loads_to_order = [order for order in self._loads_to_order if order.request_id != request_id]
         self._release_staged(request_id)
@@ -257,6 +258,7 @@ class SchedulerSide:
             state.next_save += 1
         chunks = state.chunks[first : state.next_save]
         if chunks and state.saves:
+            self._engine.touch(state.chunks[:first])  # the start of the prompt must outlive what comes now
             blocks = -(-chunks[-1].end // self._block_size)
             orders.saves.append(
                 SaveOrder(

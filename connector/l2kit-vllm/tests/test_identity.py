@@ -22,7 +22,9 @@ TOKENS = list(range(1000, 1096))
 def write_checkpoint(folder: Path, *, weights: bytes = b"w" * 100_000, config: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or {"hidden_size": 64}))
-    header = json.dumps({"weight": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}).encode()
+    header = json.dumps(
+        {"weight": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}
+    ).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights)
     return folder
 

@@ -210,9 +210,7 @@ def test_an_offer_that_is_not_taken_is_let_go(embedded: EmbeddedEngine, side: Sc
     assert ask(side, asked) == 0
 
 
-def test_tokens_that_were_not_offered_are_never_silently_missing(
-    embedded: EmbeddedEngine, side: SchedulerSide
-) -> None:
+def test_tokens_that_were_not_offered_are_never_silently_missing(embedded: EmbeddedEngine, side: SchedulerSide) -> None:
     with pytest.raises(RuntimeError, match="64 tokens that it was not offered"):
         side.allocated(request("unknown"), BLOCKS, 64)
     side.nothing_to_load("unknown", BLOCKS)
@@ -334,9 +332,7 @@ def test_pages_after_a_failed_one_are_disowned(embedded: EmbeddedEngine, side: S
         ask(side, request(request_id))
     shared = [*BLOCKS[:10], *range(200, 211)]
     others = list(range(300, 321))
-    side.orders(
-        scheduled(new={"loser": (BLOCKS, 0, 100), "sharer": (shared, 160, 100), "bystander": (others, 0, 100)})
-    )
+    side.orders(scheduled(new={"loser": (BLOCKS, 0, 100), "sharer": (shared, 160, 100), "bystander": (others, 0, 100)}))
     embedded.failed_block_ids |= {5, 6}
 
     side.loads_failed({5, 6})
@@ -366,16 +362,15 @@ def test_after_an_error_loads_are_kept_and_no_block_table_is_trusted(
     embedded: EmbeddedEngine, side: SchedulerSide
 ) -> None:
     put(embedded, 0)
+    ask(side, request("other"))
+    side.orders(scheduled(new={"other": (BLOCKS, 0, 10)}))
     asked = request()
     ask(side, asked)
     side.allocated(asked, BLOCKS, 64)
-    ask(side, request("other"))
-    side.orders(scheduled(new={"other": (BLOCKS, 0, 10)}))
-    embedded.staged["r"] = embedded.staged["r"]
-    side.allocated(request("again"), BLOCKS, 0)
 
     orders = side.orders_after_error()
 
+    assert [load.request_id for load in orders.loads] == ["r"]
     assert orders.overwritten_block_ids is None
     assert side.orders(scheduled(cached={"other": (None, 10, 300)})).saves == []
     side.finished("r")
