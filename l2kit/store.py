@@ -22,7 +22,9 @@ from l2kit.outcomes import StoreOutcome, StoreStatus
 from l2kit.task import L2Task
 from l2kit.tier import Tier
 
+# A batch shares one deadline: small enough for a slow tier to keep it, large enough to keep a fast one busy.
 _BATCH_OBJECTS: Final = 16
+_BATCH_BYTES: Final = 64 << 20
 _END_GRACE_S: Final = 0.1  # after its deadline a batch has this long to end before its tier counts as hung
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,15 @@ class _TierQueue:
         """True when one more object of ``size`` is too much."""
         busy = self.waiting or self.in_flight
         return self.held_bytes + size > self.max_bytes or (bool(busy) and not self.tier.trusted("store"))
+
+    def next_batch(self) -> list[ReadLease]:
+        """Take what goes to the tier next: at least one object, of large ones no more."""
+        batch = [self.waiting.popleft()]
+        size = batch[0].obj.nbytes
+        while self.waiting and len(batch) < _BATCH_OBJECTS and size + self.waiting[0].obj.nbytes <= _BATCH_BYTES:
+            batch.append(self.waiting.popleft())
+            size += batch[-1].obj.nbytes
+        return batch
 
     def drop_waiting(self) -> None:
         """Give up what has not been started."""
@@ -131,8 +142,7 @@ class StoreController:
         while True:
             while not queue.waiting:
                 await queue.changed.wait()
-            batch = [queue.waiting.popleft() for _ in range(min(_BATCH_OBJECTS, len(queue.waiting)))]
-            await self._store(queue, batch)
+            await self._store(queue, queue.next_batch())
 
     async def _store(self, queue: _TierQueue, batch: list[ReadLease]) -> None:
         tier = queue.tier

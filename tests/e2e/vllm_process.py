@@ -178,6 +178,7 @@ class VLLMProcess:
         """
         self.model: Final = model
         self.name: Final = log_path.stem
+        self.block_size: Final[int] = engine.get("block_size", model.block_size)
         self._log_path = log_path
         self._ids = (f"{log_path.stem}-{number}" for number in itertools.count())
         self._opening = False
@@ -360,10 +361,10 @@ class VLLMProcess:
 
     def pages(self, request_id: str, tokens: int) -> Pages:
         """The bytes of the pages of a request's first ``tokens`` tokens, as they are now."""
-        blocks = self.block_table(request_id)[: -(-tokens // self.model.block_size)]
-        assert len(blocks) * self.model.block_size >= tokens
+        blocks = self.block_table(request_id)[: -(-tokens // self.block_size)]
+        assert len(blocks) * self.block_size >= tokens
         _, layers = self._command("pages", {"block_ids": blocks}, TIMEOUT_S)
-        return Pages(layers, len(blocks), self.model.block_size)
+        return Pages(layers, len(blocks), self.block_size)
 
     def block_table(self, request_id: str) -> list[int]:
         """Block ids that a request had when it was last scheduled."""
@@ -418,7 +419,7 @@ class VLLMProcess:
         options: dict[str, Any] = {
             "model": str(self.model.path),
             "dtype": self.model.dtype,
-            "block_size": self.model.block_size,
+            "block_size": self.block_size,
             **_ENGINE,
             **engine,
         }
