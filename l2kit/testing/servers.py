@@ -194,7 +194,11 @@ class LocalServer(RespServer):
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         process = self._process
-        wait_until(lambda: process.poll() is not None or self.ping(), f"the start of {self!r}")
+        try:
+            wait_until(lambda: process.poll() is not None or self.ping(), f"the start of {self!r}")
+        except BaseException:
+            self.kill()
+            raise
         if process.poll() is not None:
             self._process = None
             tail = self._log.read_text(errors="replace")[-2000:]

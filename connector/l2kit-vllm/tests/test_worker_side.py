@@ -104,7 +104,7 @@ def test_saved_and_loaded_into_other_pages(
 ) -> None:
     everything = pages(tensors, range(NUM_BLOCKS))
     side.save([save_order(embedded)])
-    side.collect()
+    embedded.drain()
     assert embedded.counters.snapshot()["saved_tokens"] == 192
     assert pages(tensors, range(NUM_BLOCKS)) == everything
     untouched = [block for block in range(NUM_BLOCKS) if block not in TARGET]
