@@ -143,13 +143,15 @@ def parse(head: bytes | bytearray | memoryview) -> Envelope:
     ]
     if magic != MAGIC:
         raise CorruptObjectError("magic", "the stored bytes are no l2kit object")
+    body = bytes(head[:_HEADER_CHECKSUM_OFFSET])
+    if xxhash.xxh3_128_digest(body) != bytes(head[_HEADER_CHECKSUM_OFFSET:HEADER_BYTES]):
+        raise CorruptObjectError("header", "the header's checksum does not match its bytes")
+    # After the checksum: a flipped bit must not pass for a newer format, which is kept. Newer formats keep the place
+    # of the checksum.
     if version != FORMAT_VERSION or header_bytes != HEADER_BYTES:
         raise CorruptObjectError(
             "unsupported", f"envelope format {version} is not readable here (known: {FORMAT_VERSION})"
         )
-    body = bytes(head[:_HEADER_CHECKSUM_OFFSET])
-    if xxhash.xxh3_128_digest(body) != bytes(head[_HEADER_CHECKSUM_OFFSET:HEADER_BYTES]):
-        raise CorruptObjectError("header", "the header's checksum does not match its bytes")
     try:
         layout = Layout(_KINDS[kind], _DTYPE_NAMES[dtype], tuple(fields[13 : 13 + ndim]), tokens)
     except (KeyError, ValueError) as error:
