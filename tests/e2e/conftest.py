@@ -13,10 +13,11 @@ import pytest
 
 from l2kit.testing.servers import redis_server, valkey_server
 from tests.e2e import tiny_models
+from tests.e2e.scheduling import asynchronous, engine, folder, open_engine
 from tests.e2e.tiny_models import TinyModel
 from tests.e2e.vllm_process import VLLMProcess
 
-__all__ = ["redis_server", "valkey_server"]
+__all__ = ["asynchronous", "engine", "folder", "open_engine", "redis_server", "valkey_server"]
 
 #: Starts a vLLM process, from a name and what `VLLMProcess` takes.
 Start = Callable[..., VLLMProcess]
