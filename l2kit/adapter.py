@@ -9,6 +9,7 @@ envelope is made and checked here, no adapter can deliver bytes that were not ve
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -297,10 +298,13 @@ class L2Adapter(ABC, Generic[ConfigT]):
         return batches.submit(len(keys), LoadOutcome, lambda task: batches.load(task, keys, objects), deadline)
 
     def submit_unlock_task(self, keys: Sequence[ObjectKey]) -> L2Task[DeleteOutcome]:
-        """Release one lease per key. Outcomes say DELETED for a released lease and MISS where there was none."""
+        """Release one lease per key. Outcomes say DELETED for a released lease and MISS where there was none.
+
+        Cancelling it does not keep it from releasing.
+        """
         batches = self._check_batch(keys)
         keys = tuple(keys)
-        return batches.submit(len(keys), DeleteOutcome, lambda task: batches.unlock(task, keys), None)
+        return batches.submit(len(keys), DeleteOutcome, lambda task: batches.unlock(task, keys), math.inf, certain=True)
 
     def submit_delete_task(self, keys: Sequence[ObjectKey]) -> L2Task[DeleteOutcome]:
         """Delete objects. A locked one stays loadable for its holders where ``capabilities.lock`` is ``owned``."""

@@ -69,8 +69,10 @@ class Batches:
         outcome_type: type[OutcomeT],
         body: Callable[[L2Task[OutcomeT]], Awaitable[None]],
         deadline: float | None,
+        *,
+        certain: bool = False,
     ) -> L2Task[OutcomeT]:
-        """Start ``body`` over ``count`` keys; an empty batch has ended when this returns."""
+        """Start ``body`` over ``count`` keys; an empty batch has ended when this returns. See `L2Task.run`."""
         task = L2Task(count, outcome_type)
         if count == 0:
             task.end()
@@ -78,7 +80,7 @@ class Batches:
         limit = anyio.current_time() + self._adapter.config.timeout_s if deadline is None else deadline
         self._tasks.add(task)
         task.on_ended(lambda: self._tasks.discard(task))
-        self._runner.start(lambda: task.run(lambda running: self._guard(running, body), limit))
+        self._runner.start(lambda: task.run(lambda running: self._guard(running, body), limit, certain=certain))
         return task
 
     def end_all(self) -> None:
@@ -163,7 +165,7 @@ class Batches:
         await self._adapter.for_each(range(len(keys)), load_one)
 
     async def unlock(self, task: L2Task[DeleteOutcome], keys: Sequence[ObjectKey]) -> None:
-        """Body of an unlock task."""
+        """Body of an unlock task, which has no deadline: it bounds itself, and is never left out."""
         held: list[ObjectKey] = []
         found: list[bool] = []
         for key in keys:

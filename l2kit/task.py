@@ -167,14 +167,20 @@ class L2Task(Generic[OutcomeT]):
             self._progress.set()
             self._progress = None
 
-    async def run(self, body: Callable[[L2Task[OutcomeT]], Awaitable[None]], deadline: float) -> None:
-        """Run the batch to its end (adapters only): ``body`` under the deadline, then an outcome for every key left."""
+    async def run(
+        self, body: Callable[[L2Task[OutcomeT]], Awaitable[None]], deadline: float, *, certain: bool = False
+    ) -> None:
+        """Run the batch to its end (adapters only): ``body`` under the deadline, then an outcome for every key left.
+
+        A ``certain`` body runs even when the task was cancelled before its turn came.
+        """
         error: L2Error | None = None
         try:
             self._scope.deadline = min(deadline, self._scope.deadline)
             with self._scope:
                 # Hooks that never suspend would otherwise do their work in spite of a cancel or a past deadline.
-                await anyio.lowlevel.checkpoint_if_cancelled()
+                if not certain:
+                    await anyio.lowlevel.checkpoint_if_cancelled()
                 await body(self)
         except L2Error as caught:
             error = caught

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -261,6 +262,19 @@ class TestLimits:
 
 
 class TestLeases:
+    async def test_an_unlock_that_starts_late_or_is_cancelled_still_unlocks(self) -> None:
+        """Under load a batch can wait longer for its turn than it may take; a lock that is let go must not stay."""
+        async with make(DictAdapter, timeout_s=0.02) as adapter:
+            await adapter.submit_store_task(keys(2), [wrap(DATA)] * 2)
+            await adapter.submit_lookup_and_lock_task(keys(2))
+            late, cancelled = (adapter.submit_unlock_task([key]) for key in keys(2))
+            cancelled.cancel()
+            time.sleep(0.05)  # noqa: ASYNC251 - the loop has no time for anybody
+            for task in (late, cancelled):
+                assert [outcome.status for outcome in await task] == ["deleted"]
+            assert adapter.held_leases == 0
+            assert sorted(adapter.released) == sorted(keys(2))
+
     async def test_each_hit_is_released_once_and_the_rest_by_closing(self) -> None:
         async with make(DictAdapter) as adapter:
             await adapter.submit_store_task(keys(3), [wrap(DATA)] * 3)
