@@ -56,6 +56,27 @@ async def no_leaked_tasks() -> AsyncIterator[None]:
     _report(left())
 
 
+@pytest.fixture(autouse=True)
+def thread_and_file_check() -> Iterator[None]:
+    """For a ``conftest.py`` to import: every test leaves no thread and no file descriptor behind."""
+    with no_leaked_threads_or_files():
+        yield
+
+
+@pytest.fixture
+async def task_check(thread_and_file_check: None) -> AsyncIterator[None]:
+    """Used by `leak_check`, and imported with it."""
+    async with no_leaked_tasks():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest, thread_and_file_check: None) -> None:
+    """For a ``conftest.py`` to import with the other two: every async test leaves no task behind either."""
+    if "anyio_backend" in request.fixturenames:  # only where there is an event loop can an async fixture be asked for
+        request.getfixturevalue("task_check")
+
+
 def _open_files() -> set[tuple[int, str]]:
     """Open file descriptors with what they refer to; nothing on systems without ``/proc``."""
     found: set[tuple[int, str]] = set()

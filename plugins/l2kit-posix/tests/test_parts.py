@@ -30,10 +30,10 @@ keys = st.builds(
 
 @given(keys)
 def test_every_key_has_a_path_that_says_which_key_it_is(key: ObjectKey) -> None:
-    path = object_path("/root/objects", key)
-    assert path.startswith("/root/objects/")
+    path = object_path("/cache/objects", key)
+    assert path.startswith("/cache/objects/")
     assert Path(path).as_posix() == path
-    parts = path.removeprefix("/root/objects/").split("/")
+    parts = path.removeprefix("/cache/objects/").split("/")
     assert len(parts) == 3
     assert all(part not in ("", ".", "..") and len(part) <= 120 for part in parts)
     assert path == path.lower(), "file systems that fold case must not fold keys"

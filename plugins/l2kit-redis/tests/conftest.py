@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from l2kit.testing.leaks import no_leaked_tasks, no_leaked_threads_or_files
+from l2kit.testing.leaks import leak_check, task_check, thread_and_file_check
 from l2kit.testing.servers import RespServer, redis_server, valkey_server
 
-__all__ = ["redis_server", "valkey_server"]
+__all__ = ["leak_check", "redis_server", "task_check", "thread_and_file_check", "valkey_server"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,25 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(autouse=True)
-def thread_and_file_check() -> Iterator[None]:
-    with no_leaked_threads_or_files():
-        yield
-
-
-@pytest.fixture
-async def task_check(thread_and_file_check: None) -> AsyncIterator[None]:
-    async with no_leaked_tasks():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def leak_check(request: pytest.FixtureRequest, thread_and_file_check: None) -> None:
-    """Check tasks too where there is an event loop; only then can an async fixture be asked for."""
-    if "anyio_backend" in request.fixturenames:
-        request.getfixturevalue("task_check")
 
 
 @pytest.fixture
