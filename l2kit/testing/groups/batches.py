@@ -9,7 +9,7 @@ import pytest
 from l2kit.errors import CapacityError, ConfigError
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
-from l2kit.testing.groups.base import UNTOUCHED, Adapter, Conformance, content, destination, source
+from l2kit.testing.groups.base import UNTOUCHED, Adapter, Conformance, content, destination, same, source
 
 
 class BatchTests(Conformance):
@@ -18,7 +18,7 @@ class BatchTests(Conformance):
     async def test_a_miss_is_a_value_and_leaves_the_buffer(self, adapter: Adapter) -> None:
         outcome, received = await self.load(adapter, self.key(), 5000)
         assert (outcome.status, outcome.nbytes, outcome.error) == ("miss", 0, None)
-        assert received == bytes([UNTOUCHED]) * 5000
+        assert same(received, bytes([UNTOUCHED]) * 5000)
         [lookup] = await adapter.submit_lookup_and_lock_task([self.key()])
         assert (lookup.status, lookup.size, lookup.error) == ("miss", 0, None)
         [deleted] = await adapter.submit_delete_task([self.key()])
@@ -72,7 +72,7 @@ class BatchTests(Conformance):
         targets = [destination(len(data)) for _ in range(3)]
         loaded = await adapter.submit_load_task([key, key, other], targets)
         assert [outcome.status for outcome in loaded] == ["loaded"] * 3
-        assert [target.tobytes() for target in targets] == [data] * 3
+        assert same([target.tobytes() for target in targets], [data] * 3)
         looked_up = await adapter.submit_lookup_and_lock_task([key, key, other])
         assert [outcome.status for outcome in looked_up] == ["hit"] * 3
         await adapter.submit_unlock_task([key, other])
@@ -91,7 +91,7 @@ class BatchTests(Conformance):
         assert [outcome.status for outcome in outcomes] == ["miss", "loaded", "failed"] * 20
         for key, outcome, target in zip(keys, outcomes, targets, strict=True):
             if outcome.loaded:
-                assert target.tobytes() == objects[key]
+                assert same(target.tobytes(), objects[key])
                 assert outcome.nbytes == len(objects[key])
             elif outcome.status == "failed":
                 assert isinstance(outcome.error, CapacityError)
@@ -108,7 +108,7 @@ class BatchTests(Conformance):
         targets = [MemoryObj.allocate(layout) for layout in layouts]
         outcomes = await adapter.submit_load_task(self.keys(12), targets)
         assert [outcome.nbytes for outcome in outcomes] == [layout.nbytes for layout in layouts]
-        assert [target.tobytes() for target in targets] == data
+        assert same([target.tobytes() for target in targets], data)
 
     async def test_iterating_gives_each_key_once_with_its_final_outcome(self, adapter: Adapter) -> None:
         keys = self.keys(40)
@@ -121,7 +121,7 @@ class BatchTests(Conformance):
             assert index not in seen, "the same key twice"
             seen[index] = outcome
             if outcome.loaded:  # readable at once, before the batch ends
-                assert targets[index].tobytes() == objects[keys[index]]
+                assert same(targets[index].tobytes(), objects[keys[index]])
         assert sorted(seen) == list(range(len(keys)))
         assert [seen[index] for index in range(len(keys))] == await task
         assert task.ended

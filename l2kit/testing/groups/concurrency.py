@@ -18,6 +18,7 @@ from l2kit.testing.groups.base import (
     destination,
     errors_of,
     pass_time,
+    same,
     source,
 )
 
@@ -100,7 +101,7 @@ class ConcurrencyTests(Conformance):
         for outcome, target, data in zip(await loading, targets, objects.values(), strict=True):
             assert outcome.status in ("loaded", "miss")
             if outcome.loaded:
-                assert target.tobytes() == data
+                assert same(target.tobytes(), data)
         await self.expect(adapter, dict.fromkeys(objects))
 
     @pytest.mark.parametrize("moment", _MOMENTS)
@@ -116,14 +117,14 @@ class ConcurrencyTests(Conformance):
         for outcome, buffer, data in zip(outcomes, buffers, objects.values(), strict=True):
             assert outcome.loaded or isinstance(outcome.error, TaskCancelledError), outcome
             if outcome.loaded:
-                assert buffer == data
+                assert same(buffer, data)
         for buffer in buffers:  # the caller reuses its memory
             buffer[:] = b"R" * _OBJECT_BYTES
         # The next answers are the right ones, and none of them belongs to what was cancelled.
         await self.expect(adapter, {**dict(list(objects.items())[::-1]), self.key(_MANY): None})
         await pass_time()
         for buffer in buffers:
-            assert buffer == b"R" * _OBJECT_BYTES, "a buffer was written to after its task had ended"
+            assert same(buffer, b"R" * _OBJECT_BYTES), "a buffer was written to after its task had ended"
 
     @pytest.mark.parametrize("moment", _MOMENTS)
     async def test_a_cancelled_store_leaves_whole_objects_or_none(self, adapter: Adapter, moment: str) -> None:
@@ -183,7 +184,7 @@ class ConcurrencyTests(Conformance):
         for outcome, target, data in zip(await task, targets, objects.values(), strict=True):
             assert outcome.loaded or isinstance(outcome.error, BackendTimeoutError), outcome
             if outcome.loaded:
-                assert target.tobytes() == data
+                assert same(target.tobytes(), data)
         await self.expect(adapter, objects)
 
     async def _reach(self, moment: str, iterate: Callable[[], object]) -> None:

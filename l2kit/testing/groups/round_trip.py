@@ -9,7 +9,7 @@ import pytest
 from l2kit.errors import CapacityError, ConfigError
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
-from l2kit.testing.groups.base import UNTOUCHED, Adapter, Conformance, content, destination, source, split
+from l2kit.testing.groups.base import UNTOUCHED, Adapter, Conformance, content, destination, same, source, split
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -43,7 +43,7 @@ class RoundTripTests(Conformance):
         [outcome] = await adapter.submit_load_task([self.key()], [target])
         assert outcome.loaded, outcome
         assert outcome.nbytes == layout.nbytes
-        assert target.tobytes() == data
+        assert same(target.tobytes(), data)
 
     @pytest.mark.parametrize("nbytes", [70 * _KIB, 2 * _MIB])
     async def test_scatter_gather_lists(self, adapter: Adapter, nbytes: int) -> None:
@@ -54,7 +54,7 @@ class RoundTripTests(Conformance):
         await adapter.submit_store_task([self.key()], [gather])
         [outcome] = await adapter.submit_load_task([self.key()], [scatter])
         assert outcome.loaded, outcome
-        assert received == data
+        assert same(received, data)
 
     async def test_more_segments_than_one_system_call_takes(self, adapter: Adapter) -> None:
         data, received = content("many segments", 3000 * 40), bytearray(3000 * 40)
@@ -63,7 +63,7 @@ class RoundTripTests(Conformance):
         target = MemoryObj.wrap(split(received, *[40] * 2999), layout)
         [outcome] = await adapter.submit_load_task([self.key()], [target])
         assert outcome.loaded, outcome
-        assert received == data
+        assert same(received, data)
 
     @pytest.mark.parametrize("offset", [1, 3, 8])
     async def test_misaligned_buffers(self, adapter: Adapter, offset: int) -> None:
@@ -77,13 +77,13 @@ class RoundTripTests(Conformance):
         [outcome] = await adapter.submit_load_task([self.key()], [target])
         assert outcome.loaded, outcome
         edge = bytes([UNTOUCHED]) * offset
-        assert received == edge + data + edge, "bytes around the destination were written to"
+        assert same(received, edge + data + edge), "bytes around the destination were written to"
 
     async def test_a_store_leaves_its_source_as_it_was(self, adapter: Adapter) -> None:
         data = content("source", 2 * _MIB)
         sent = bytearray(data)
         await adapter.submit_store_task([self.key()], [MemoryObj.wrap(sent, Layout.raw(len(sent)))])
-        assert sent == data
+        assert same(sent, data)
         sent[:] = bytes(len(sent))  # the adapter must not have kept the caller's memory
         await self.expect(adapter, {self.key(): data})
 
@@ -108,7 +108,7 @@ class RoundTripTests(Conformance):
         [outcome] = await adapter.submit_load_task([self.key()], [target])
         assert outcome.status == "failed"
         assert isinstance(outcome.error, CapacityError)
-        assert received[room:] == bytes([UNTOUCHED]) * 64, "bytes behind the destination were written to"
+        assert same(received[room:], bytes([UNTOUCHED]) * 64), "bytes behind the destination were written to"
         await self.expect(adapter, {self.key(): data})
 
     async def test_a_read_only_destination_is_refused(self, adapter: Adapter) -> None:
