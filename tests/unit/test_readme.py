@@ -59,6 +59,7 @@ def objects(adapter: Any) -> dict[str, bytes]:
     return held
 
 
+@pytest.mark.slow
 class TestReadmeAdapter(AdapterConformance):
     """The suite that the README promises, on the adapter that the README shows."""
 
