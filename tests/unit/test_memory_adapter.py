@@ -29,6 +29,7 @@ class TestMemoryAdapter(AdapterConformance):
         adapter._objects[key] = data
 
 
+@pytest.mark.slow
 class TestMemoryAdapterWithACodec(TestMemoryAdapter):
     """The same with payloads whose length is not the object's."""
 
