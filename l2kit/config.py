@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -103,12 +103,6 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         shown["tiers"] = [_shown(tier if isinstance(tier, str) else tier.get("url")) for tier in self.tiers]
         return f"StorageConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-
-class StructType(Protocol):
-    """A msgspec Struct class, for typing only."""
-
-    __struct_fields__: tuple[str, ...]
 
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from l2kit.testing.leaks import leak_check, task_check, thread_and_file_check
-from l2kit.testing.servers import RespServer, redis_server, valkey_server
+from l2kit.testing.servers import RespServer, redis_server, run_server, valkey_server
 
 __all__ = ["leak_check", "redis_server", "task_check", "thread_and_file_check", "valkey_server"]
 
@@ -33,6 +33,19 @@ def prefix(request: pytest.FixtureRequest) -> Iterator[str]:
         if name in request.fixturenames:
             server: RespServer = request.getfixturevalue(name)
             remove_all(server, prefix)
+
+
+@pytest.fixture
+def url(redis_server: RespServer, prefix: str) -> str:
+    return f"{redis_server.url()}?key_prefix={prefix}"
+
+
+@pytest.fixture
+def own_server() -> Iterator[RespServer]:
+    with run_server("redis") as server:
+        if not server.manageable:
+            pytest.skip("needs a server that may be stopped")
+        yield server
 
 
 def remove_all(server: RespServer, prefix: str) -> None:

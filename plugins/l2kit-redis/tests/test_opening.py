@@ -6,7 +6,6 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from l2kit.errors import (
     ConfigError,
     TransientBackendError,
 )
-from l2kit.testing.servers import RespServer, free_port, run_server
+from l2kit.testing.servers import RespServer, free_port
 
 pytestmark = [pytest.mark.anyio, pytest.mark.service]
 
@@ -39,19 +38,6 @@ def source(data: bytes) -> MemoryObj:
 
 def blank(nbytes: int) -> MemoryObj:
     return MemoryObj.wrap(bytearray(nbytes), Layout.raw(nbytes))
-
-
-@pytest.fixture
-def url(redis_server: RespServer, prefix: str) -> str:
-    return f"{redis_server.url()}?key_prefix={prefix}"
-
-
-@pytest.fixture
-def own_server() -> Iterator[RespServer]:
-    with run_server("redis") as server:
-        if not server.manageable:
-            pytest.skip("needs a server that may be stopped")
-        yield server
 
 
 async def opening_error(url: str, **options: Any) -> BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -38,19 +37,6 @@ def source(data: bytes) -> MemoryObj:
 
 def blank(nbytes: int) -> MemoryObj:
     return MemoryObj.wrap(bytearray(nbytes), Layout.raw(nbytes))
-
-
-@pytest.fixture
-def url(redis_server: RespServer, prefix: str) -> str:
-    return f"{redis_server.url()}?key_prefix={prefix}"
-
-
-@pytest.fixture
-def own_server() -> Iterator[RespServer]:
-    with run_server("redis") as server:
-        if not server.manageable:
-            pytest.skip("needs a server that may be stopped")
-        yield server
 
 
 # --- a server in trouble --------------------------------------------------------------------------
