@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from l2kit.batches import Batches, for_each
+from l2kit.batches import Batches, Lane, current_lane, for_each
 from l2kit.config import AdapterConfig, ParsedURL
 from l2kit.errors import BackendError, BackendTimeoutError, ClosedError, ConfigError, L2Error, first_error
 from l2kit.keys import ObjectKey
@@ -30,6 +30,7 @@ from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
 from l2kit.outcomes import DeleteOutcome, LoadOutcome, LookupOutcome, StoreOutcome, StoreStatus
 from l2kit.serde import CodecChain, CodecSource
+from l2kit.supervision import Supervisor
 from l2kit.task import L2Task, TaskRunner
 
 #: Version of this contract; an adapter that declares another major version is refused.
@@ -108,7 +109,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
 
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     config_type: ClassVar[type[AdapterConfig]] = AdapterConfig
-    capabilities: ClassVar[Capabilities]
+    #: Declared on the class; only an adapter around another one has its own per instance.
+    capabilities: Capabilities
 
     def __init__(self, config: ConfigT, *, name: str, codecs: CodecChain, codec_source: CodecSource) -> None:
         """Called by the registry; does no I/O. Subclasses need no constructor: :meth:`open` is the place for state.
@@ -127,7 +129,9 @@ class L2Adapter(ABC, Generic[ConfigT]):
         self.deletes_damaged = True
         self._state: Literal["new", "open", "closed"] = "new"
         self._opened: _Opened | None = None
-        self._limiter: anyio.CapacityLimiter | None = None
+        self._limiters: dict[Lane, anyio.CapacityLimiter] = {}
+        self._counters: Counter[str] = Counter()
+        self._supervisor = Supervisor(name)
 
     # --- hooks: what an author writes -------------------------------------------------------------
 
@@ -228,11 +232,27 @@ class L2Adapter(ABC, Generic[ConfigT]):
     async def run_in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         """Run ``function`` in this adapter's own bounded threads and wait for it, cancelled or not.
 
-        A function that takes long asks ``anyio.from_thread.check_cancelled()`` now and then, and ends when it raises.
+        - A function that takes long asks ``anyio.from_thread.check_cancelled()`` now and then, and ends when it raises.
+        - Stores and deletes have threads apart from those of lookups and loads: writes that are stuck keep no reader
+          waiting.
         """
-        if self._limiter is None:  # made here because it belongs to the running loop
-            self._limiter = anyio.CapacityLimiter(self.config.max_concurrency)
-        return await anyio.to_thread.run_sync(function, abandon_on_cancel=False, limiter=self._limiter)
+        lane = current_lane.get()
+        limiter = self._limiters.get(lane)
+        if limiter is None:  # made here because it belongs to the running loop
+            limiter = self._limiters[lane] = anyio.CapacityLimiter(self.config.max_concurrency)
+        return await anyio.to_thread.run_sync(function, abandon_on_cancel=False, limiter=limiter)
+
+    def run_in_background(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Run ``work`` beside the batches until it returns or the adapter closes; call it in :meth:`open` or later.
+
+        When it raises, that is logged, the adapter is in :attr:`trouble`, and ``work`` is started again after a pause
+        that doubles up to half a minute.
+        """
+        self._supervisor.start(name, work)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to the counter ``name``, e.g. ``"reconnects"``; only on the event loop. See :attr:`counters`."""
+        self._counters[name] += amount
 
     async def for_each(self, items: Sequence[ItemT], work: Callable[[ItemT], Awaitable[None]]) -> None:
         """Run ``work`` for each item, ``config.max_concurrency`` at once, without a task per item."""
@@ -258,7 +278,9 @@ class L2Adapter(ABC, Generic[ConfigT]):
         for obj in objects:
             self.codecs.check_layout(obj.layout)
         keys, objects = tuple(keys), tuple(objects)
-        return batches.submit(len(keys), StoreOutcome, lambda task: batches.store(task, keys, objects), deadline)
+        return batches.submit(
+            len(keys), StoreOutcome, lambda task: batches.store(task, keys, objects), deadline, lane="write"
+        )
 
     def submit_lookup_and_lock_task(
         self, keys: Sequence[ObjectKey], *, deadline: float | None = None
@@ -310,7 +332,7 @@ class L2Adapter(ABC, Generic[ConfigT]):
         """Delete objects. A locked one stays loadable for its holders where ``capabilities.lock`` is ``owned``."""
         batches = self._check_batch(keys)
         keys = tuple(keys)
-        return batches.submit(len(keys), DeleteOutcome, lambda task: batches.delete(task, keys), None)
+        return batches.submit(len(keys), DeleteOutcome, lambda task: batches.delete(task, keys), None, lane="write")
 
     async def probe(self) -> Probe:
         """Write, read, compare and delete one small object; never raises for a backend that fails."""
@@ -342,7 +364,12 @@ class L2Adapter(ABC, Generic[ConfigT]):
     @property
     def counters(self) -> Counter[str]:
         """What happened so far, e.g. ``load.miss`` or ``corrupt.checksum``; a key that never happened counts 0."""
-        return self._opened.batches.counters if self._opened else Counter()
+        return self._counters
+
+    @property
+    def trouble(self) -> L2Error | None:
+        """Why this adapter does not do all of its work although no call fails; None when all is well. Any thread."""
+        return self._supervisor.trouble
 
     async def __aenter__(self) -> Self:
         if self._state != "new":
@@ -361,7 +388,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
                 raise self.translate_error(error) from error
             stack.push_async_callback(self._close_backend)
             group = await stack.enter_async_context(anyio.create_task_group())
-            batches = Batches(self, TaskRunner(group, f"l2kit {self.name}"), self._codec_source)
+            self._supervisor.run_in(group)
+            batches = Batches(self, TaskRunner(group, f"l2kit {self.name}"), self._codec_source, self._counters)
             self._opened = _Opened(batches, stack.pop_all(), group.cancel_scope, os.getpid())
         self._state = "open"
         return self

@@ -9,7 +9,8 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import anyio
 
@@ -48,20 +49,27 @@ ResultT = TypeVar("ResultT")
 
 #: Below this, hashing on the loop (about 30 µs) costs less than the way to a thread and back.
 _INLINE_CPU_BYTES: Final = 1 << 20
+
+#: Which of an adapter's threads the running batch uses: writes that are stuck must not keep readers waiting.
+Lane = Literal["read", "write"]
+current_lane: Final[ContextVar[Lane]] = ContextVar("l2kit_lane", default="read")
+
 _log = logging.getLogger(__name__)
 
 
 class Batches:
     """The batches of one open adapter, their leases and counters. Loop-bound."""
 
-    def __init__(self, adapter: L2Adapter[Any], runner: TaskRunner, codec_source: CodecSource) -> None:
-        """Run ``adapter``'s hooks in the workers of ``runner``."""
+    def __init__(
+        self, adapter: L2Adapter[Any], runner: TaskRunner, codec_source: CodecSource, counters: Counter[str]
+    ) -> None:
+        """Run ``adapter``'s hooks in the workers of ``runner`` and count in ``counters``."""
         self._adapter = adapter
         self._runner = runner
         self._codec_source = codec_source
         self._tasks: set[L2Task[Any]] = set()
         self.leases: Counter[ObjectKey] = Counter()
-        self.counters: Counter[str] = Counter()
+        self.counters = counters
 
     def submit(
         self,
@@ -70,17 +78,23 @@ class Batches:
         body: Callable[[L2Task[OutcomeT]], Awaitable[None]],
         deadline: float | None,
         *,
+        lane: Lane = "read",
         certain: bool = False,
     ) -> L2Task[OutcomeT]:
         """Start ``body`` over ``count`` keys; an empty batch has ended when this returns. See `L2Task.run`."""
-        task = L2Task(count, outcome_type)
+        task = L2Task(count, outcome_type, self._adapter.name)
         if count == 0:
             task.end()
             return task
         limit = anyio.current_time() + self._adapter.config.timeout_s if deadline is None else deadline
         self._tasks.add(task)
         task.on_ended(lambda: self._tasks.discard(task))
-        self._runner.start(lambda: task.run(lambda running: self._guard(running, body), limit, certain=certain))
+
+        def run() -> Awaitable[None]:
+            current_lane.set(lane)  # in the worker's own context, for this batch and the workers that it starts
+            return task.run(lambda running: self._guard(running, body), limit, certain=certain)
+
+        self._runner.start(run)
         return task
 
     def end_all(self) -> None:

@@ -1,9 +1,9 @@
 """From a name to an adapter, codec or policy: the entry points of installed distributions.
 
-Groups: ``l2kit.adapters`` (name = URL scheme, ``+`` written as ``_``), ``l2kit.codecs`` (name = codec id) and
-``l2kit.policies``. Installed metadata is scanned once, at first use, never at import. There are five ways to fail and
-each has its own error: nobody claims the name, its import fails, two claim it, the contract is broken, an option is
-bad.
+Groups: ``l2kit.adapters`` (name = URL scheme, ``+`` written as ``_``), ``l2kit.codecs`` (name = codec id),
+``l2kit.policies`` and ``l2kit.wrappers`` (name = what stands before ``+`` in a URL scheme). Installed metadata is
+scanned once, at first use, never at import. There are five ways to fail and each has its own error: nobody claims the
+name, its import fails, two claim it, the contract is broken, an option is bad.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from l2kit.errors import (
     nearest,
 )
 from l2kit.policy import EvictionPolicy
+from l2kit.resilience import ResilienceConfig, resilient
 from l2kit.serde import Codec, CodecChain
+from l2kit.wrapper import WrappingAdapter
 
 ClassT = TypeVar("ClassT")
 
 ADAPTERS: Final = "l2kit.adapters"
 CODECS: Final = "l2kit.codecs"
 POLICIES: Final = "l2kit.policies"
-GROUPS: Final = (ADAPTERS, CODECS, POLICIES)
+WRAPPERS: Final = "l2kit.wrappers"
+GROUPS: Final = (ADAPTERS, CODECS, POLICIES, WRAPPERS)
+
+_RESILIENCE: Final = "resilience"
 
 #: Which of our extras brings a name, for the message when it is not installed.
 _EXTRAS: Final = {
@@ -130,7 +135,7 @@ class Registry:
         return CodecChain([self.codec(name, {}) for name in names])
 
     def adapter(self, url: str | Mapping[str, Any], *, name: str | None = None, **options: Any) -> L2Adapter[Any]:
-        """Make an adapter, not yet entered and without any I/O.
+        """Make an adapter, not yet entered and without any I/O; resilient only when an option of resilience is given.
 
         Args:
             url: ``SCHEME://…``, or a mapping with ``url``, optionally ``name``, and options.
@@ -140,19 +145,47 @@ class Registry:
         Raises:
             ConfigError: a bad URL or option, and the errors of :meth:`adapter_class`.
         """
+        return self._made(url, name, options, unasked=False)
+
+    def tier(self, url: str | Mapping[str, Any]) -> L2Adapter[Any]:
+        """Make an adapter as storage managers use it: like :meth:`adapter`, and resilient unless that is turned off."""
+        return self._made(url, None, {}, unasked=True)
+
+    def _made(
+        self, url: str | Mapping[str, Any], name: str | None, options: Mapping[str, Any], *, unasked: bool
+    ) -> L2Adapter[Any]:
         if isinstance(url, Mapping):
             merged = {**url, **options}
             address, name = merged.pop("url", None), merged.pop("name", name)
             if not isinstance(address, str):
                 raise ConfigError("url: a tier needs an option 'url', for example 'file:///var/cache/l2kit'")
             url, options = address, merged
-        parsed: ParsedURL = parse_url(url)
-        adapter_class = self.adapter_class(parsed.scheme)
+        parsed = parse_url(url)
+        in_url, query = options_of(_RESILIENCE, parsed.query)
+        given, options = options_of(_RESILIENCE, options)
+        adapter = self._adapter(msgspec.structs.replace(parsed, query=query), name, options)
+        if not (unasked or in_url or given):
+            return adapter
+        return resilient(adapter, build(ResilienceConfig, {**in_url, **given}, where=f"{adapter.name}: {_RESILIENCE}"))
+
+    def _adapter(self, url: ParsedURL, name: str | None, options: Mapping[str, Any]) -> L2Adapter[Any]:
+        outer, _, rest = url.scheme.partition("+")
+        if rest and not self._claimed(ADAPTERS, entry_name(url.scheme)) and self._claimed(WRAPPERS, outer):
+            wrapper = check_wrapper_class(self.load(WRAPPERS, outer), outer)
+            ours, query = options_of(outer, url.query)
+            also, others = options_of(outer, options)
+            inner_url = msgspec.structs.replace(url, scheme=rest, query=query)
+            inner = self._adapter(inner_url, name or rest, others)
+            return wrapper.around(inner, {**ours, **also}, where=outer)
+        adapter_class = self.adapter_class(url.scheme)
         config_type: type[AdapterConfig] = adapter_class.config_type
-        raw = {**adapter_class.options_from_url(parsed), **options}
-        config = build(config_type, raw, where=name or parsed.scheme)
+        raw = {**adapter_class.options_from_url(url), **options}
+        config = build(config_type, raw, where=name or url.scheme)
         chain = self.codec_chain(config.codecs)
-        return adapter_class(config, name=name or parsed.scheme, codecs=chain, codec_source=self)
+        return adapter_class(config, name=name or url.scheme, codecs=chain, codec_source=self)
+
+    def _claimed(self, group: str, name: str) -> bool:
+        return any(point.name == name for point in self._points.get(group, []))
 
     def plugins(self) -> list[PluginInfo]:
         """Everything installed, loadable or not, by group and name."""
@@ -168,6 +201,8 @@ class Registry:
                 check_codec_class(loaded, point.name)
             elif group == POLICIES:
                 check_policy_class(loaded, point.name)
+            elif group == WRAPPERS:
+                check_wrapper_class(loaded, point.name)
             else:
                 check_adapter_class(loaded, f"adapters: {point.name!r}")
         except L2Error as error:
@@ -186,7 +221,13 @@ def check_adapter_class(loaded: object, where: str) -> None:
     """
     if not (isinstance(loaded, type) and issubclass(loaded, L2Adapter)):
         raise AdapterContractError(f"{where}: {loaded!r} is no subclass of l2kit.L2Adapter")
-    version = loaded.api_version
+    _check_version(loaded.api_version, where)
+    _complete(loaded, where)
+    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
+        raise AdapterContractError(f"{where}: {loaded.__name__} does not declare its capabilities")
+
+
+def _check_version(version: object, where: str) -> None:
     if not (isinstance(version, tuple) and version and all(isinstance(part, int) for part in version)):
         raise AdapterContractError(f"{where}: api_version is {version!r}, not a pair of numbers like {API_VERSION}")
     if version[0] != API_VERSION[0]:
@@ -194,9 +235,6 @@ def check_adapter_class(loaded: object, where: str) -> None:
         raise AdapterContractError(
             f"{where}: built for adapter API {theirs}, this l2kit has {ours}; upgrade one of them"
         )
-    _complete(loaded, where)
-    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
-        raise AdapterContractError(f"{where}: {loaded.__name__} does not declare its capabilities")
 
 
 def check_codec_class(loaded: object, codec_id: str) -> type[Codec]:
@@ -219,6 +257,38 @@ def check_policy_class(loaded: object, name: str) -> type[EvictionPolicy]:
     if not (isinstance(loaded, type) and issubclass(loaded, EvictionPolicy)):
         raise AdapterContractError(f"policies: {name!r} is no subclass of l2kit.policy.EvictionPolicy")
     return _complete(loaded, f"policies: {name!r}")
+
+
+def check_wrapper_class(loaded: object, name: str) -> type[WrappingAdapter[Any]]:
+    """Check that ``loaded`` is an adapter around adapters.
+
+    Raises:
+        AdapterContractError: it is not, or it is built for another API version.
+    """
+    if not (isinstance(loaded, type) and issubclass(loaded, WrappingAdapter)):
+        raise AdapterContractError(f"wrappers: {name!r} is no subclass of l2kit.wrapper.WrappingAdapter")
+    _check_version(loaded.api_version, f"wrappers: {name!r}")
+    return loaded
+
+
+def options_of(name: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part ``options`` into those of ``name``, written ``name.option`` or as one mapping ``name``, and all others.
+
+    Raises:
+        ConfigError: ``name`` itself has a value that is no mapping.
+    """
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for option, value in options.items():
+        if option == name:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name}: expected a table of options, or options written as '{name}.option'")
+            own.update(value)
+        elif option.startswith(f"{name}."):
+            own[option.removeprefix(f"{name}.")] = value
+        else:
+            others[option] = value
+    return own, others
 
 
 def _complete(loaded: type[ClassT], where: str) -> type[ClassT]:

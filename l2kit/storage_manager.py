@@ -67,7 +67,7 @@ class StorageManager:
         """
         self.config: Final = config
         self._policy = registry.policy_class(config.l1.policy)
-        adapters = [registry.adapter(tier) for tier in config.tiers]
+        adapters = [registry.tier(tier) for tier in config.tiers]
         names = [adapter.name for adapter in adapters]
         for name in names:
             if names.count(name) > 1:

@@ -7,7 +7,6 @@ nothing of a batch by its deadline loses its queue, and is offered one object at
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -26,7 +25,6 @@ from l2kit.tier import Tier
 _BATCH_OBJECTS: Final = 16
 _BATCH_BYTES: Final = 64 << 20
 _END_GRACE_S: Final = 0.1  # after its deadline a batch has this long to end before its tier counts as hung
-_log = logging.getLogger(__name__)
 
 
 class _TierQueue:
@@ -102,7 +100,8 @@ class StoreController:
     def start(self, task_group: TaskGroup) -> None:
         """Start the workers; they end with the task group."""
         for queue in self._queues:
-            task_group.start_soon(self._supervise, queue, name=f"l2kit store {queue.tier.name}")
+            queue.tier.supervisor.run_in(task_group)
+            queue.tier.supervisor.start("storing", partial(self._work, queue))
 
     def enqueue(self, leases: Sequence[ReadLease]) -> None:
         """Take over one lease per tier, in the order of :attr:`lease_owners`."""
@@ -127,16 +126,6 @@ class StoreController:
         self._closing = True
         for queue in self._queues:
             queue.drop_waiting()
-
-    async def _supervise(self, queue: _TierQueue) -> None:
-        backoff_s = 0.1
-        while True:
-            try:
-                await self._work(queue)
-            except Exception:
-                _log.exception("the store worker of tier %s failed; it restarts in %.1f s", queue.tier.name, backoff_s)
-                await anyio.sleep(backoff_s)
-                backoff_s = min(backoff_s * 2, 30.0)
 
     async def _work(self, queue: _TierQueue) -> None:
         while True:

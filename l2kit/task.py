@@ -50,6 +50,7 @@ class L2Task(Generic[OutcomeT]):
         "_callbacks",
         "_completed",
         "_ended",
+        "_name",
         "_outcome_callback",
         "_outcome_type",
         "_outcomes",
@@ -59,9 +60,10 @@ class L2Task(Generic[OutcomeT]):
         "state",
     )
 
-    def __init__(self, count: int, outcome_type: type[OutcomeT]) -> None:
-        """A running task over ``count`` keys; adapters make these, nobody else."""
+    def __init__(self, count: int, outcome_type: type[OutcomeT], name: str = "the backend") -> None:
+        """A running task over ``count`` keys of the adapter ``name``; adapters make these, nobody else."""
         self.state: TaskState = "running"
+        self._name = name
         self._outcome_type = outcome_type
         self._outcomes: list[OutcomeT | None] = [None] * count
         self._completed: list[int] = []
@@ -196,7 +198,7 @@ class L2Task(Generic[OutcomeT]):
         elif None in self._outcomes:
             left: L2Error
             if self._scope.cancelled_caught and anyio.current_time() >= deadline:
-                self.state, left = "done", BackendTimeoutError("the backend did not answer before the deadline")
+                self.state, left = "done", BackendTimeoutError(f"{self._name}: no answer before the deadline")
             else:
                 self.state, left = "cancelled", TaskCancelledError("the task was cancelled before this key was done")
             for index, outcome in enumerate(self._outcomes):

@@ -12,6 +12,7 @@ import anyio
 from l2kit.adapter import L2Adapter
 from l2kit.errors import BackendError, BackendTimeoutError, L2Error
 from l2kit.metrics import Counters
+from l2kit.supervision import Supervisor
 
 TIER_COUNTERS: Final = (
     "lookup_hits",
@@ -44,6 +45,7 @@ class Tier:
         self.adapter: Final = adapter
         self.name: Final = adapter.name
         self.counters: Final = Counters(TIER_COUNTERS)
+        self.supervisor: Final = Supervisor(f"tier {adapter.name}")
         self._errors: dict[Work, L2Error] = {}  # the last error of each kind of work that has not succeeded since
         self._quiet_until: dict[Work, float] = {}
         self._overdue: set[Work] = set()
@@ -51,14 +53,14 @@ class Tier:
 
     @property
     def healthy(self) -> bool:
-        """False after some kind of work failed or timed out, until that kind succeeds."""
-        return not self._errors
+        """False after some kind of work failed or timed out, until that kind succeeds, and while there is trouble."""
+        return self.last_error is None
 
     @property
     def last_error(self) -> L2Error | None:
-        """The most recent failure that no success has made good; None when healthy."""
+        """The last failure that no success has made good, or the trouble in the background; None when healthy."""
         errors = list(self._errors.values())  # one step: other threads ask too
-        return errors[-1] if errors else None
+        return errors[-1] if errors else self.supervisor.trouble or self.adapter.trouble
 
     def trusted(self, work: Work) -> bool:
         """False while an answer of this kind is overdue: nobody waits for the next one.

@@ -23,6 +23,7 @@ from l2kit.outcomes import StoreStatus
 from l2kit.prefetch import WantedChunk, WantedObject
 from l2kit.registry import ADAPTERS, CODECS, POLICIES, Registry
 from l2kit.storage_manager import StorageManager, open_storage
+from l2kit.wrapper import innermost
 
 Hook = Literal["lookup", "load", "store", "release", "open"]
 Hang = Literal["hung", "stuck"]  # a wait that can be cancelled; a thread that cannot
@@ -179,7 +180,7 @@ def registry(**adapters: type) -> Registry:
 
 def odd(manager: StorageManager, position: int = 0) -> OddAdapter:
     """The adapter of one tier."""
-    adapter = manager.tiers[position].adapter
+    adapter = innermost(manager.tiers[position].adapter)
     assert isinstance(adapter, OddAdapter)
     return adapter
 
@@ -214,8 +215,9 @@ async def storage(*tiers: str | dict[str, Any], **options: Any) -> AsyncIterator
     async with odd_storage(*tiers, **options) as manager:
         yield manager
         for tier in manager.tiers:
-            if isinstance(tier.adapter, OddAdapter):
-                tier.adapter.let_go()
+            adapter = innermost(tier.adapter)
+            if isinstance(adapter, OddAdapter):
+                adapter.let_go()
         await until(lambda: is_at_rest(manager))
     assert_closed_clean(manager)
 

@@ -94,7 +94,8 @@ class BrokenLoads(OddAdapter):
 
 
 async def test_an_adapter_that_breaks_in_submit_costs_its_own_share_only(caplog: pytest.LogCaptureFixture) -> None:
-    async with storage({"url": "broken://", "name": "a"}, "b", known=registry(broken=BrokenLoads)) as manager:
+    bare = {"url": "broken://?resilience.enabled=false", "name": "a"}
+    async with storage(bare, "b", known=registry(broken=BrokenLoads)) as manager:
         for position in (0, 1):
             await put_in_tier(manager, position, key(0), key(1))
         assert await read(manager, wanted(2)) == 2

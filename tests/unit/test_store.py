@@ -151,7 +151,7 @@ async def test_a_slow_tier_that_stores_something_keeps_its_queue() -> None:
 
 
 async def test_what_fails_is_counted_logged_once_and_keeps_the_tier_unhealthy(caplog: pytest.LogCaptureFixture) -> None:
-    async with storage("a") as manager:
+    async with storage({"url": "odd://?resilience.breaker=false", "name": "a"}) as manager:
         odd(manager).failing["store"] = BackendError("disk full of errors")
         with caplog.at_level(logging.WARNING):
             write(manager, *(key(n) for n in range(20)))
@@ -195,7 +195,8 @@ class Refusing(MemoryAdapter):
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug of the plugin"), ConfigError("codec takes float32 only")])
 async def test_the_worker_survives_an_error_in_submit(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    async with storage({"url": "refusing://", "name": "a"}, "b", known=registry(refusing=Refusing)) as manager:
+    bare = {"url": "refusing://?resilience.enabled=false", "name": "a"}
+    async with storage(bare, "b", known=registry(refusing=Refusing)) as manager:
         Refusing.errors[:] = [error]
         write(manager, key(0))
         await until(lambda: not Refusing.errors and held(manager) == 0)
