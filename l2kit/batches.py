@@ -37,6 +37,7 @@ from l2kit.outcomes import (
     StoreOutcome,
     StoreStatus,
 )
+from l2kit.quarantine import Quarantine
 from l2kit.serde import CodecSource
 from l2kit.task import L2Task, Outcome, TaskRunner
 
@@ -70,6 +71,7 @@ class Batches:
         self._tasks: set[L2Task[Any]] = set()
         self.leases: Counter[ObjectKey] = Counter()
         self.counters = counters
+        self.quarantine = Quarantine()
 
     def submit(
         self,
@@ -127,10 +129,14 @@ class Batches:
                 size = sum(map(len, frame))
                 if limit is not None and size > limit:
                     raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
+                if self.quarantine.is_damaged(key):  # an adapter that keeps what is present would keep it
+                    await adapter.delete_one(key)
                 status = await adapter.store_one(key, frame)
                 if not isinstance(status, StoreStatus):  # a forgotten return must not look like anything else
                     raise AdapterContractError(f"{adapter.name}: store_one returned {status!r}, not a StoreStatus")
                 outcome = StoreOutcome(status, size if status is StoreStatus.STORED else 0)
+                if status is StoreStatus.STORED:
+                    self.quarantine.discard(key)
             except Exception as error:
                 outcome = StoreOutcome.failed(self._translate(error))
             outcomes[key] = outcome
@@ -145,7 +151,10 @@ class Batches:
     async def lookup(self, task: L2Task[LookupOutcome], keys: Sequence[ObjectKey]) -> None:
         """Body of a lookup task."""
         distinct = list(dict.fromkeys(keys))
-        sizes = dict(zip(distinct, await self._adapter.acquire_many(distinct), strict=True))
+        asked = [key for key in distinct if key not in self.quarantine] if self.quarantine else distinct
+        sizes: dict[ObjectKey, int | None] = dict.fromkeys(distinct)
+        if asked:
+            sizes.update(zip(asked, await self._adapter.acquire_many(asked), strict=True))
         seen: set[ObjectKey] = set()
         for index, key in enumerate(keys):
             size = sizes[key]
@@ -203,6 +212,7 @@ class Batches:
         async def delete_one(index: int) -> None:
             try:
                 found = await self._adapter.delete_one(keys[index])
+                self.quarantine.discard(keys[index])
                 outcome = DeleteOutcome(DeleteStatus.DELETED if found else DeleteStatus.MISS)
             except Exception as error:
                 outcome = DeleteOutcome.failed(self._translate(error))
@@ -213,6 +223,9 @@ class Batches:
 
     async def _load_one(self, key: ObjectKey, target: MemoryObj) -> LoadOutcome:
         adapter = self._adapter
+        if key in self.quarantine:
+            self.counters["load.quarantined"] += 1
+            return LoadOutcome(LoadStatus.MISS)
         frame = LoadFrame(key, target, adapter.codecs, adapter.capabilities.alignment)
         stored_bytes = await adapter.load_one(key, frame.into)
         if stored_bytes is None:
@@ -227,10 +240,19 @@ class Batches:
         return LoadOutcome(LoadStatus.LOADED, frame.nbytes)
 
     async def _heal(self, key: ObjectKey, error: CorruptObjectError) -> None:
-        """Delete a damaged object once, so that the next store replaces it and nobody tries it again."""
+        """See to it that nobody tries a damaged object again: delete it, or remember it until it is replaced.
+
+        One that is intact but not readable here stays for those who can read it, and is remembered as well; one of
+        another layout than was asked for is left alone: the next caller may ask rightly.
+        """
         self.counters[f"corrupt.{error.reason}"] += 1
         _log.warning("%s: object %s is damaged (%s): %s", self._adapter.name, key, error.reason, error)
-        if not self._adapter.deletes_damaged or error.reason in INTACT_REASONS:
+        if not self._adapter.deletes_damaged or error.reason == "layout":
+            return
+        damaged = error.reason not in INTACT_REASONS
+        in_hand = self.quarantine.is_damaged(key)
+        self.quarantine.add(key, damaged=damaged)
+        if not damaged or in_hand:  # another load that ran at the same time deletes it
             return
         try:
             await self._adapter.delete_one(key)
@@ -238,6 +260,8 @@ class Batches:
             _log.warning(
                 "%s: cannot delete the damaged object %s: %s", self._adapter.name, key, self._translate(failure)
             )
+        else:
+            self.quarantine.discard(key)
 
     async def _cpu(self, nbytes: int, function: Callable[[], ResultT]) -> ResultT:
         if nbytes <= _INLINE_CPU_BYTES:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from l2kit.config import AdapterConfig
@@ -12,6 +14,7 @@ from l2kit.keys import ObjectKey
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
 from l2kit.outcomes import StoreStatus
+from l2kit.quarantine import Quarantine
 from l2kit.serde import Codec, CodecChain
 from tests.unit.dict_adapter import (
     DATA,
@@ -58,6 +61,65 @@ class TestHealing:
             [outcome] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
             assert outcome.status == "corrupt"
 
+    async def test_what_cannot_be_deleted_is_tried_once_and_replaced_by_the_next_store(self) -> None:
+        async with make(DictAdapter) as adapter:
+            await adapter.submit_store_task([KEY], [wrap(DATA)])
+            adapter.objects[KEY] = b"foreign" * 50
+            adapter.hooks["delete"] = raising(PermissionError(13, "Permission denied"))
+            await adapter.submit_load_task([KEY], [blank(len(DATA))])
+            tried = adapter.calls["load"]
+            [found] = await adapter.submit_lookup_and_lock_task([KEY])
+            [again] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
+            assert (found.status, again.status) == ("miss", "miss")
+            assert adapter.calls["load"] == tried
+            assert adapter.counters["load.quarantined"] == 1
+            assert adapter.held_leases == 0
+            [kept] = await adapter.submit_store_task([KEY], [wrap(DATA)])
+            assert kept.status == "failed", "it is in the way as long as it cannot be deleted"
+            del adapter.hooks["delete"]
+            [stored] = await adapter.submit_store_task([KEY], [wrap(DATA)])
+            target = blank(len(DATA))
+            [loaded] = await adapter.submit_load_task([KEY], [target])
+            assert (stored.status, loaded.status) == ("stored", "loaded")
+            assert target.tobytes() == DATA
+
+    async def test_a_store_that_keeps_what_is_present_does_not_keep_the_damaged(self) -> None:
+        class Keeping(DictAdapter):
+            async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
+                if key in self.objects:
+                    return StoreStatus.ALREADY_PRESENT
+                return await super().store_one(key, data)
+
+        async with make(Keeping) as adapter:
+            await adapter.submit_store_task([KEY], [wrap(DATA)])
+            adapter.objects[KEY] = b"foreign" * 50
+            adapter.hooks["delete"] = raising(ConnectionResetError())
+            await adapter.submit_load_task([KEY], [blank(len(DATA))])
+            del adapter.hooks["delete"]
+            await adapter.submit_store_task([KEY], [wrap(DATA)])
+            [loaded] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
+            assert loaded.status == "loaded"
+
+    async def test_loads_at_the_same_time_delete_a_damaged_object_once(self) -> None:
+        async with make(DictAdapter) as adapter:
+            await adapter.submit_store_task([KEY], [wrap(DATA)])
+            adapter.objects[KEY] = adapter.objects[KEY][:-1] + b"?"
+            deleting = anyio.Event()
+
+            async def wait(*_: object) -> None:
+                await deleting.wait()
+
+            adapter.hooks["delete"] = wait
+            tasks = [adapter.submit_load_task([KEY], [blank(len(DATA))]) for _ in range(5)]
+            while not adapter.calls["delete"]:
+                await anyio.lowlevel.checkpoint()
+            [late] = await adapter.submit_load_task([KEY], [blank(len(DATA))])
+            deleting.set()
+            statuses = [(await task)[0].status for task in tasks]
+            assert "corrupt" in statuses
+            assert late.status == "miss"
+            assert adapter.calls["delete"] == 1
+
     async def test_what_others_can_read_is_kept(self) -> None:
         async with make(DictAdapter, [ZlibCodec()]) as adapter:
             await adapter.submit_store_task([KEY], [wrap(DATA)])
@@ -70,6 +132,8 @@ class TestHealing:
                 assert isinstance(outcome.error, CorruptObjectError)
                 assert outcome.error.reason == "unsupported"
                 assert reader.objects == {KEY: stored}
+                [found] = await reader.submit_lookup_and_lock_task([KEY])
+                assert found.status == "miss", "it cannot be read here, so nobody asks for it again"
 
     async def test_a_reader_with_another_layout_destroys_nothing(self) -> None:
         layouts = [Layout.kv(layers=1, tokens=tokens, kv_heads=1, head_dim=8, dtype="int8") for tokens in (2, 4)]
@@ -162,3 +226,26 @@ class TestMixedHistory:
             [outcome] = await reader.submit_load_task([KEY], [blank(len(DATA))])
             assert outcome.status == "miss"
             assert reader.calls["load"] == 2
+
+
+class TestQuarantine:
+    def test_a_term_ends(self) -> None:
+        now = [0.0]
+        quarantine = Quarantine(lambda: now[0])
+        quarantine.add(KEY, damaged=True)
+        assert KEY in quarantine
+        assert quarantine.is_damaged(KEY)
+        now[0] = 61.0
+        assert KEY not in quarantine
+        assert not quarantine.is_damaged(KEY)
+        assert len(quarantine) == 0
+
+    def test_it_is_bounded_and_forgets_the_oldest(self) -> None:
+        quarantine = Quarantine()
+        for number in keys(5000):
+            quarantine.add(number, damaged=True)
+        assert len(quarantine) == 4096
+        assert keys(5000)[-1] in quarantine
+        assert KEY not in quarantine
+        quarantine.discard(keys(5000)[-1])
+        assert keys(5000)[-1] not in quarantine
