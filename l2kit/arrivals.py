@@ -54,6 +54,14 @@ class Arrivals:
         arrival.notify()
         arrival.waiting.clear()
 
+    def arrived(self, arrival: Arrival) -> None:
+        """Its object is readable now, so whoever else is loading it is late."""
+        first = self._by_key.pop(arrival.reservation.key, None)
+        if first is not None and first is not arrival:
+            first.notify()
+            first.waiting.clear()
+        self.landed(arrival)
+
     def give_up_on(self, arrival: Arrival) -> None:
         """Let the object come from elsewhere: its load hangs. It keeps its memory until it ends."""
         arrival.reservation.detach()
@@ -64,10 +72,20 @@ class Arrivals:
 class Load:
     """One load task of one search."""
 
-    __slots__ = ("arrivals", "brought", "ended", "tier", "timed_out")
+    __slots__ = ("arrivals", "brought", "ended", "hedge", "hedged", "progress", "tier", "timed_out")
 
-    def __init__(self, tier: Tier, arrivals: list[tuple[int, Arrival]]) -> None:
-        """``arrivals`` come with their positions in the search, in the order of the task's keys."""
+    def __init__(self, tier: Tier, arrivals: list[tuple[int, Arrival]], now: float, *, hedge: bool) -> None:
+        """``arrivals`` come with their positions in the search, in the order of the task's keys.
+
+        Args:
+            tier: where it loads from.
+            arrivals: what it loads.
+            now: on the loop's clock.
+            hedge: whether it only runs because another load gives nothing.
+        """
+        self.hedge: Final = hedge
+        self.hedged = False  # another load was started to help it
+        self.progress = now  # when it last brought something
         self.tier: Final = tier
         self.arrivals: Final = arrivals
         self.brought = 0

@@ -22,6 +22,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z", re.ASCII)
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
@@ -83,6 +84,9 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
         chunk_size: tokens per chunk; a multiple of the engine's block size.
         l1: host memory tier.
         tiers: each a URL, or a mapping with ``url`` and further options of that adapter, and optionally ``name``.
+        hedge_after_s: when a tier that is loading an object has given nothing for so long, and for twice as long as is
+            usual for it, another tier that has the object is asked, too, and the first answer counts; 0 turns that off.
+            Never for more than a tenth of all loads.
         lookup_timeout_s: deadline of lookup and prefetch together; then the prefix found so far is the answer.
         max_store_queue_bytes: objects that wait for a slow tier beyond this are dropped and counted, per tier; never
             more than three quarters of L1, or what waits for a slow tier would keep new objects and loads out.
@@ -93,6 +97,7 @@ class StorageConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: PositiveInt = 256
     l1: L1Config = L1Config()
     tiers: tuple[str | dict[str, Any], ...] = ()
+    hedge_after_s: Seconds = 0.1
     lookup_timeout_s: PositiveSeconds = 5.0
     max_store_queue_bytes: PositiveInt = 1 << 30
     drain_timeout_s: PositiveSeconds = 10.0

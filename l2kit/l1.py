@@ -144,19 +144,23 @@ class L1Manager:
     def reserve_write(self, key: ObjectKey, layout: Layout, *, owner: str) -> WriteReservation | Refusal:
         """Reserve memory for a new object, evicting on demand. Answers at once; it never waits for memory."""
         with self._lock:
-            if self._closed:
-                raise ClosedError("L1 is closed")
-            if key in self._readable:
-                return Refusal.PRESENT
             if key in self._writing:
                 return Refusal.WRITING
-            slot = self._allocate(layout.nbytes)
-            if slot is None:
-                return Refusal.NO_MEMORY
-            self._generation += 1
-            obj = MemoryObj.wrap(self._arena.view(slot, layout.nbytes), layout)
-            reservation = WriteReservation(self, _Entry(key, obj, slot, self._generation), owner)
-            self._writing[key] = reservation
+            reservation = self._reserve(key, layout, owner)
+            if isinstance(reservation, WriteReservation):
+                self._writing[key] = reservation
+            return reservation
+
+    def reserve_beside(self, key: ObjectKey, layout: Layout, *, owner: str) -> WriteReservation | Refusal:
+        """Reserve memory for an object that somebody else may be writing, too: whoever is first makes it readable.
+
+        The reservation is detached from the start; besides that, like :meth:`reserve_write`.
+        """
+        with self._lock:
+            reservation = self._reserve(key, layout, owner)
+            if isinstance(reservation, WriteReservation):
+                reservation.detached = True
+                self._detached.add(reservation)
             return reservation
 
     def acquire(self, key: ObjectKey, *, owner: str) -> ReadLease | None:
@@ -269,6 +273,18 @@ class L1Manager:
                 self._free_if_unused(entry)
 
     # --- under the lock ---------------------------------------------------------------------------
+
+    def _reserve(self, key: ObjectKey, layout: Layout, owner: str) -> WriteReservation | Refusal:
+        if self._closed:
+            raise ClosedError("L1 is closed")
+        if key in self._readable:
+            return Refusal.PRESENT
+        slot = self._allocate(layout.nbytes)
+        if slot is None:
+            return Refusal.NO_MEMORY
+        self._generation += 1
+        obj = MemoryObj.wrap(self._arena.view(slot, layout.nbytes), layout)
+        return WriteReservation(self, _Entry(key, obj, slot, self._generation), owner)
 
     def _take(self, reservation: WriteReservation) -> _Entry | None:
         """Use a reservation up; None when it was before."""

@@ -21,7 +21,7 @@ from l2kit.keys import ObjectKey
 from l2kit.l1 import L1Manager, ReadLease
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
-from l2kit.search import OWNER, Search, whole_chunks
+from l2kit.search import OWNER, Hedging, Search, whole_chunks
 from l2kit.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -133,8 +133,9 @@ class Prefetch:
 class PrefetchController:
     """Runs prefetches. Loop-bound; `Prefetch` is the handle for other threads."""
 
-    def __init__(self, l1: L1Manager, tiers: Sequence[Tier]) -> None:
-        """``tiers`` in the order in which they are preferred."""
+    def __init__(self, l1: L1Manager, tiers: Sequence[Tier], hedge_after_s: float) -> None:
+        """``tiers`` in the order in which they are preferred; ``hedge_after_s`` as in `StorageConfig`."""
+        self._hedging = Hedging(hedge_after_s)
         self._l1 = l1
         self._tiers = tuple(tiers)
         self._arrivals = Arrivals()
@@ -186,4 +187,5 @@ class PrefetchController:
             search.finish(0)
 
     def _search(self, chunks: Sequence[WantedChunk], deadline: float) -> Search:
-        return Search(self._l1, self._tiers, self._arrivals, [item for chunk in chunks for item in chunk], deadline)
+        wanted = [item for chunk in chunks for item in chunk]
+        return Search(self._l1, self._tiers, self._arrivals, wanted, deadline, self._hedging)

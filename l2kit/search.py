@@ -8,6 +8,7 @@ still asked, once, but nobody waits for it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ from l2kit.arrivals import Arrival, Arrivals, Load, count_load
 from l2kit.errors import BackendTimeoutError, L2Error
 from l2kit.l1 import L1Manager, ReadLease, Refusal, WriteReservation
 from l2kit.outcomes import LoadOutcome, LookupOutcome
+from l2kit.resilience.share_budget import ShareBudget
 from l2kit.task import L2Task
 from l2kit.tier import Tier
 
@@ -30,6 +32,15 @@ OWNER: Final = "prefetch"
 _log = logging.getLogger(__name__)
 
 
+class Hedging:
+    """When a second tier is asked for what the first one owes; shared by all searches of a storage manager."""
+
+    def __init__(self, after_s: float) -> None:
+        """Not before ``after_s``, and never if that is 0; for no more than a tenth of all loads."""
+        self.after_s: Final = after_s
+        self.budget: Final = ShareBudget(0.1, burst=4)
+
+
 class Search:
     """The search for one prompt. Loop-bound: tasks report into it by callback, :meth:`run` sleeps in between."""
 
@@ -40,6 +51,7 @@ class Search:
         arrivals: Arrivals,
         wanted: Sequence[WantedObject],
         deadline: float,
+        hedging: Hedging,
     ) -> None:
         """Look for ``wanted`` until ``deadline``.
 
@@ -49,6 +61,7 @@ class Search:
             arrivals: what is on its way for any search; shared by all of them.
             wanted: the objects in prompt order.
             deadline: on the loop's clock.
+            hedging: when to ask a second tier; shared by all searches.
         """
         self.leases: Final[dict[int, ReadLease]] = {}  # by position in `wanted`, like all that follows
         self.found_in_l1: frozenset[int] = frozenset()
@@ -58,11 +71,13 @@ class Search:
         self._arrivals = arrivals
         self._wanted = wanted
         self._deadline = deadline
+        self._hedging_rules = hedging
         self._silent: set[Tier] = set()  # asked, not answered yet
         self._hits: dict[Tier, set[int]] = {}  # found there, not tried yet
         self._locked: dict[Tier, set[int]] = {}  # found there, to be unlocked at the end
         self._loads: set[Load] = set()
         self._arriving: set[int] = set()  # on its way, for this search or for another one
+        self._hedging: set[int] = set()  # on its way a second time, for this search
         self._hopeless: set[int] = set()
         self._over = False
         self._changed = anyio.Event()
@@ -90,7 +105,8 @@ class Search:
                 if not promising:
                     break
                 if not loads:  # after starting loads, look again: some were refused or already here
-                    await self._changed.wait()
+                    with anyio.move_on_after(self._hedge() - anyio.current_time()):
+                        await self._changed.wait()
         if scope.cancelled_caught:
             self._distrust()
 
@@ -131,6 +147,9 @@ class Search:
         pending = False
         for index, item in enumerate(self._wanted):
             if index in self.leases:
+                continue
+            if index in self._hedging:
+                pending = True
                 continue
             arrival = self._arrivals.find(item.key) if index in self._arriving else None
             if arrival is not None and arrival.tier.trusted("load"):
@@ -249,7 +268,7 @@ class Search:
                 self.leases.pop(last).release()
                 self._hopeless.add(last)
 
-    def _load(self, tier: Tier, reserved: Sequence[tuple[int, WriteReservation]]) -> None:
+    def _load(self, tier: Tier, reserved: Sequence[tuple[int, WriteReservation]], *, hedge: bool = False) -> None:
         self._hits[tier].difference_update(index for index, _ in reserved)
         try:
             task = tier.adapter.submit_load_task(
@@ -263,10 +282,16 @@ class Search:
             tier.broke("load", error)
             tier.counters.add("load_failures", len(reserved))
             return
-        load = Load(tier, [(index, Arrival(reservation, tier, self)) for index, reservation in reserved])
-        for index, arrival in load.arrivals:
-            self._arriving.add(index)
-            self._arrivals.add(arrival)
+        arrivals = [(index, Arrival(reservation, tier, self)) for index, reservation in reserved]
+        load = Load(tier, arrivals, anyio.current_time(), hedge=hedge)
+        for index, arrival in arrivals:
+            if hedge:
+                self._hedging.add(index)
+            else:
+                self._arriving.add(index)
+                self._arrivals.add(arrival)
+        if not hedge:
+            self._hedging_rules.budget.earn()
         self._loads.add(load)
         tier.asked("load")
         task.on_outcome(partial(self._completed, load))
@@ -275,15 +300,23 @@ class Search:
     def _completed(self, load: Load, position: int, outcome: LoadOutcome) -> None:
         index, arrival = load.arrivals[position]
         load.ended += 1
+        now = anyio.current_time()
+        if outcome.loaded:
+            load.tier.waited(now - load.progress)
+        load.progress = now
+        is_first = index not in self.leases
+        if load.hedge:
+            self._hedging.discard(index)
+            load.tier.counters.add("hedges_won", outcome.loaded and is_first)
         load.timed_out |= isinstance(outcome.error, BackendTimeoutError)
         count_load(load.tier, outcome)
         if outcome.loaded:
             load.brought += 1
-            self.loaded_objects += 1
-            owners = () if self._over or index in self.leases else (OWNER,)
+            self.loaded_objects += is_first
+            owners = () if self._over or not is_first else (OWNER,)
             for lease in arrival.reservation.finish(owners):
                 self.leases[index] = lease
-            self._arrivals.landed(arrival)
+            self._arrivals.arrived(arrival)
 
     def _ended(self, load: Load, task: L2Task[LoadOutcome]) -> None:
         self._loads.discard(load)
@@ -294,10 +327,53 @@ class Search:
             load.tier.counters.add("load_failures", len(load.arrivals) - load.ended)
         if load.timed_out and not load.brought:
             load.tier.overdue("load")
-        for _, arrival in load.arrivals:
+        for index, arrival in load.arrivals:
+            if load.hedge:
+                self._hedging.discard(index)
             arrival.reservation.abort()  # only now has the adapter let go of the memory of what did not arrive
             self._arrivals.landed(arrival)
         self.notify()
+
+    def _hedge(self) -> float:
+        """Ask other tiers for what loads owe for too long; return when to look again, on the loop's clock."""
+        again = math.inf
+        for load in [load for load in self._loads if not (load.hedge or load.hedged)]:
+            due = load.progress + load.tier.patience_s(self._hedging_rules.after_s)
+            second = self._second_tiers(load) if self._hedging_rules.after_s else {}
+            if not second:
+                continue
+            if due > anyio.current_time():
+                again = min(again, due)
+                continue
+            load.hedged = True
+            if not self._hedging_rules.budget.spend():
+                continue
+            load.tier.counters.add("hedged_loads")
+            for tier, indices in second.items():
+                self._load_beside(tier, indices)
+        return again
+
+    def _second_tiers(self, load: Load) -> dict[Tier, list[int]]:
+        """What ``load`` has not brought yet, by the best other tier that has it."""
+        second: dict[Tier, list[int]] = {}
+        for index, _ in load.arrivals:
+            if index in self._arriving and index not in self.leases and index not in self._hedging:
+                having = (tier for tier in self._tiers if index in self._hits.get(tier, ()) and tier.trusted("load"))
+                tier = next(having, None)
+                if tier is not None:
+                    second.setdefault(tier, []).append(index)
+        return second
+
+    def _load_beside(self, tier: Tier, indices: Sequence[int]) -> None:
+        reserved: list[tuple[int, WriteReservation]] = []
+        for index in indices:
+            wanted = self._wanted[index]
+            reservation = self._l1.reserve_beside(wanted.key, wanted.layout, owner=f"load:{tier.name}")
+            if not isinstance(reservation, WriteReservation):
+                break  # no memory for a second copy, or it has just arrived
+            reserved.append((index, reservation))
+        if reserved:
+            self._load(tier, reserved, hedge=True)
 
     def _collect(self) -> None:
         """Lease what has arrived, and wait on for what has not."""

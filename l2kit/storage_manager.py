@@ -89,7 +89,7 @@ class StorageManager:
             stack.callback(self.l1.close)
             for tier in self.tiers:
                 await stack.enter_async_context(tier.adapter)
-            self._prefetcher = PrefetchController(self.l1, self.tiers)
+            self._prefetcher = PrefetchController(self.l1, self.tiers, self.config.hedge_after_s)
             self._store = StoreController(
                 # A slow tier leaves a quarter of L1 to new objects and to loads.
                 self.tiers,

@@ -23,6 +23,8 @@ TIER_COUNTERS: Final = (
     "load_misses",
     "load_corrupt",
     "load_failures",
+    "hedged_loads",
+    "hedges_won",
     "stored_objects",
     "stored_bytes",
     "store_present",
@@ -50,6 +52,7 @@ class Tier:
         self._quiet_until: dict[Work, float] = {}
         self._overdue: set[Work] = set()
         self._unanswered: Counter[Work] = Counter()
+        self._usual_wait_s = 0.0
 
     @property
     def healthy(self) -> bool:
@@ -105,6 +108,14 @@ class Tier:
         """The backend gave nothing by the deadline: besides its health, this costs it the patience of others."""
         self._overdue.add(work)
         self.failed(work, error or BackendTimeoutError(f"{self.name}: no answer to a {work} by the deadline"))
+
+    def waited(self, wait_s: float) -> None:
+        """So long passed between two objects of a load, or before its first."""
+        self._usual_wait_s = max(wait_s, 0.95 * self._usual_wait_s)
+
+    def patience_s(self, least_s: float) -> float:
+        """How long to wait for the next object of a load before somebody else is asked for it, too."""
+        return max(least_s, 2 * self._usual_wait_s)
 
     def deadline(self) -> float:
         """When work without a deadline of its own must end."""

@@ -13,33 +13,13 @@ from l2kit.errors import BackendTimeoutError, TransientBackendError
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit.resilience.config import ResilienceConfig
+from l2kit.resilience.share_budget import ShareBudget
 from l2kit.wrapper import WrappingAdapter, failure_of
 
 ResultT = TypeVar("ResultT")
 
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
-
-
-class RetryBudget:
-    """How many retries are still allowed: each operation earns ``share`` of one, ``burst`` can be saved up."""
-
-    def __init__(self, share: float, burst: int) -> None:
-        """Start with ``burst``."""
-        self._share = share
-        self._burst = burst
-        self._saved = float(burst)
-
-    def earn(self) -> None:
-        """An operation was started."""
-        self._saved = min(self._burst, self._saved + self._share)
-
-    def spend(self) -> bool:
-        """Take one retry; False when there is none left."""
-        if self._saved < 1:
-            return False
-        self._saved -= 1
-        return True
 
 
 class RetryAdapter(WrappingAdapter[ResilienceConfig]):
@@ -53,7 +33,7 @@ class RetryAdapter(WrappingAdapter[ResilienceConfig]):
     def __init__(self, inner: L2Adapter[Any], options: ResilienceConfig | None = None) -> None:
         """Stand around ``inner``."""
         super().__init__(inner, options)
-        self._budget = RetryBudget(self.options.retry_share, self.options.retry_burst)
+        self._budget = ShareBudget(self.options.retry_share, self.options.retry_burst)
 
     async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
         """Again, if it may help: a store replaces what an earlier try left."""

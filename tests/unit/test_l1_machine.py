@@ -47,17 +47,18 @@ class L1Machine(RuleBasedStateMachine):
             assert not any(lease.key == name and lease.obj.tobytes() != data for lease, data in self.leases)
             del self.readable[name]
 
-    @rule(name=KEYS, nbytes=SIZES)
-    def reserve(self, name: ObjectKey, nbytes: int) -> None:
+    @rule(name=KEYS, nbytes=SIZES, beside=st.booleans())
+    def reserve(self, name: ObjectKey, nbytes: int, beside: bool) -> None:
         before = set(self.readable)
         # A lease on an object that was removed protects that object's memory, not a newer object of the same key.
         leased = {lease.key for lease, _ in self.leases if lease._entry is not None and lease._entry.indexed}
-        answer = self.l1.reserve_write(name, Layout.raw(nbytes), owner="writer")
+        reserve = self.l1.reserve_beside if beside else self.l1.reserve_write
+        answer = reserve(name, Layout.raw(nbytes), owner="writer")
         self._sync()
         assert before & leased <= set(self.readable), "a leased object was evicted"
         if name in before:
             assert answer is Refusal.PRESENT
-        elif any(r.key == name and not r.detached for r, _ in self.writing):
+        elif not beside and any(r.key == name and not r.detached for r, _ in self.writing):
             assert answer is Refusal.WRITING
         elif isinstance(answer, WriteReservation):
             self.serial += 1

@@ -40,7 +40,7 @@ from l2kit.resilience import (
 )
 from l2kit.resilience.byte_budget import ByteGate
 from l2kit.resilience.circuit import Circuit, CircuitState
-from l2kit.resilience.retry import RetryBudget
+from l2kit.resilience.share_budget import ShareBudget
 from l2kit.testing import AdapterConformance
 from l2kit.wrapper import WrappingAdapter, innermost
 from tests.unit.odd_tiers import OddAdapter, Stopwatch, content, key, recover, registry, until
@@ -188,7 +188,7 @@ async def test_a_failing_backend_gets_a_small_share_more_than_it_was_asked() -> 
 
 @given(st.floats(0.01, 1), st.integers(1, 20), st.integers(0, 400))
 def test_a_budget_is_never_overdrawn(share: float, burst: int, operations: int) -> None:
-    budget = RetryBudget(share, burst)
+    budget = ShareBudget(share, burst)
     spent = 0
     for _ in range(operations):
         budget.earn()
