@@ -9,10 +9,10 @@ from types import ModuleType
 
 import anyio
 
-from bench import posix, resp, submit
+from bench import hung, posix, resp, submit
 from bench.pairs import show
 
-MODULES: dict[str, ModuleType] = {"submit": submit, "posix": posix, "resp": resp}
+MODULES: dict[str, ModuleType] = {"submit": submit, "hung": hung, "posix": posix, "resp": resp}
 
 
 def main() -> None:

@@ -44,9 +44,11 @@ from l2kit.outcomes import (
     StoreStatus,
 )
 from l2kit.registry import default_registry
+from l2kit.resilience import ResilienceConfig
 from l2kit.serde import Codec, CodecChain
 from l2kit.storage_manager import StorageManager, open_storage
 from l2kit.task import L2Task
+from l2kit.wrapper import WrappingAdapter
 
 __version__ = "0.1.0"
 
@@ -91,6 +93,7 @@ __all__ = [
     "ObjectKey",
     "Probe",
     "RequestIdentity",
+    "ResilienceConfig",
     "Secret",
     "StorageConfig",
     "StorageManager",
@@ -101,6 +104,7 @@ __all__ = [
     "TokenRange",
     "TransientBackendError",
     "Usage",
+    "WrappingAdapter",
     "default_registry",
     "open_adapter",
     "open_storage",

@@ -251,6 +251,7 @@ class StorageManager:
                     "last_error": None if tier.last_error is None else str(tier.last_error),
                     "store_queue_bytes": queued.get(tier.name, 0),
                     **tier.counters.snapshot(),
+                    "adapter": dict(tier.adapter.counters),
                 }
                 for tier in self.tiers
             },

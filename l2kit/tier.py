@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import anyio
 
 from l2kit.adapter import L2Adapter
-from l2kit.errors import BackendError, BackendTimeoutError, L2Error
+from l2kit.errors import BackendError, BackendTimeoutError, L2Error, TaskCancelledError
 from l2kit.metrics import Counters
 from l2kit.supervision import Supervisor
 
@@ -90,7 +90,12 @@ class Tier:
         self._overdue.discard(work)
 
     def failed(self, work: Work, error: L2Error) -> None:
-        """The backend failed. Logged when it did not fail before, and not more often than now and then."""
+        """The backend failed. Logged when it did not fail before, and not more often than now and then.
+
+        What was cancelled says nothing about the backend.
+        """
+        if isinstance(error, TaskCancelledError):
+            return
         now = time.monotonic()
         if self._errors.pop(work, None) is None and now >= self._quiet_until.get(work, 0.0):
             self._quiet_until[work] = now + _LOG_INTERVAL_S
