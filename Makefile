@@ -16,11 +16,14 @@ EDITABLE := $(DISTRIBUTIONS:%=-e %)
 PACKAGES := l2kit $(foreach d,$(PLUGINS) connector/l2kit-vllm,$(d)/$(subst -,_,$(notdir $(d))))
 OWN_TESTS := $(wildcard plugins/l2kit-*/tests connector/l2kit-vllm/tests)
 UNIT_TESTS := $(wildcard tests/unit) $(OWN_TESTS)
+# Distributions that .venv does not hold: what a third party would write, and what new plugins are made of.
+NOT_INSTALLED := $(wildcard examples/*) plugins/_template
 
 PYTEST := .venv/bin/python -m pytest
 VLLM_PYTHON := .venv-vllm/bin/python
 
-.PHONY: help setup check lint types imports test test-unit test-services test-e2e wheels-lane demo bench clean redis-server
+.PHONY: help setup check lint types imports test test-unit test-services test-e2e wheels-lane demo bench soak new-plugin clean \
+	redis-server
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +41,7 @@ lint: .venv/.stamp
 types: .venv/.stamp
 	.venv/bin/mypy $(wildcard $(PACKAGES) tests bench demo)
 	@for tests in $(OWN_TESTS); do echo ".venv/bin/mypy $$tests"; .venv/bin/mypy $$tests; done
+	@for project in $(NOT_INSTALLED); do echo "mypy $$project"; MYPYPATH=$$project .venv/bin/mypy $$project; done
 
 imports: .venv/.stamp
 	.venv/bin/lint-imports --no-logo
@@ -67,6 +71,12 @@ demo: .venv-vllm/.stamp ## two vLLM processes share one prompt's KV; L2=file|val
 
 bench: .venv/.stamp ## bounded benchmarks, as ratios
 	.venv/bin/python -m bench.run --quick
+
+soak: .venv/.stamp redis-server ## engines under faults and kills, every byte compared: make soak MINUTES=5
+	.venv/bin/python -m tests.soak.run --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
+
+new-plugin: ## make plugins/l2kit-x from the template: make new-plugin NAME=x
+	@$(PYTHON) plugins/_template/new_plugin.py '$(NAME)'
 
 clean: ## remove all that make made: both environments, caches, the demo's checkpoint
 	rm -rf .venv .venv-vllm .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache dist

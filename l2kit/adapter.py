@@ -107,6 +107,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
     - A missing key is a value (None or False), never an exception.
     """
 
+    #: The contract that the plugin was written for, as numbers of its own: ``(1, 0)``. The registry refuses a class that
+    #: only inherits this one, because that would say whatever is installed.
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     config_type: ClassVar[type[AdapterConfig]] = AdapterConfig
     #: Declared on the class; only an adapter around another one has its own per instance.

@@ -24,6 +24,7 @@ class MemoryConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 class MemoryAdapter(L2Adapter[MemoryConfig]):
     """Keeps each stored object as one `bytes`; a lock is a second reference, so it outlives eviction and deletion."""
 
+    api_version = (1, 0)
     config_type = MemoryConfig
     capabilities = Capabilities(persistent=False, shared=False, lock="owned", evicts=True)
 

@@ -221,13 +221,18 @@ def check_adapter_class(loaded: object, where: str) -> None:
     """
     if not (isinstance(loaded, type) and issubclass(loaded, L2Adapter)):
         raise AdapterContractError(f"{where}: {loaded!r} is no subclass of l2kit.L2Adapter")
-    _check_version(loaded.api_version, where)
+    _check_version(loaded, where)
     _complete(loaded, where)
     if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
         raise AdapterContractError(f"{where}: {loaded.__name__} does not declare its capabilities")
 
 
-def _check_version(version: object, where: str) -> None:
+def _check_version(loaded: type[L2Adapter[Any]], where: str) -> None:
+    if not any("api_version" in vars(kind) for kind in loaded.__mro__ if kind is not L2Adapter):
+        raise AdapterContractError(
+            f"{where}: {loaded.__name__} does not say for which contract it was written; add api_version = {API_VERSION}"
+        )
+    version: object = loaded.api_version
     if not (isinstance(version, tuple) and version and all(isinstance(part, int) for part in version)):
         raise AdapterContractError(f"{where}: api_version is {version!r}, not a pair of numbers like {API_VERSION}")
     if version[0] != API_VERSION[0]:
@@ -267,7 +272,7 @@ def check_wrapper_class(loaded: object, name: str) -> type[WrappingAdapter[Any]]
     """
     if not (isinstance(loaded, type) and issubclass(loaded, WrappingAdapter)):
         raise AdapterContractError(f"wrappers: {name!r} is no subclass of l2kit.wrapper.WrappingAdapter")
-    _check_version(loaded.api_version, f"wrappers: {name!r}")
+    _check_version(loaded, f"wrappers: {name!r}")
     return loaded
 
 

@@ -33,6 +33,7 @@ class MoodyConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_field
 class MoodyAdapter(L2Adapter[MoodyConfig]):
     """``moody:///folder``."""
 
+    api_version = (1, 0)
     config_type = MoodyConfig
     capabilities = Capabilities(persistent=True, shared=True)
 

@@ -22,6 +22,7 @@ class Config(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Shelf(L2Adapter[Config]):
+    api_version = (1, 0)
     config_type = Config
     capabilities = Capabilities(persistent=True, shared=True)
 

@@ -35,7 +35,11 @@ ADAPTER = """
     class Newer(MemoryAdapter):
         api_version = (1, 99)
 
+    class Silent(L2Adapter[AdapterConfig]):
+        capabilities = Capabilities(persistent=False, shared=False)
+
     class Incomplete(L2Adapter[AdapterConfig]):
+        api_version = (1, 0)
         capabilities = Capabilities(persistent=False, shared=False)
         async def delete_one(self, key):
             return False
@@ -127,6 +131,7 @@ class TestFiveFailures:
         ("name", "text"),
         [
             ("OtherAPI", f"adapter API 7.3, this l2kit has {API_VERSION[0]}.{API_VERSION[1]}"),
+            ("Silent", "Silent does not say for which contract it was written; add api_version = (1, "),
             ("Incomplete", "Incomplete does not implement load_one, lookup_many, store_one"),
             ("Undeclared", "Undeclared does not declare its capabilities"),
             ("function", "is no subclass of l2kit.L2Adapter"),

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests what a user installs instead of the tree: builds every sdist and wheel, installs wheels into an empty virtual
-# environment and, from a folder that holds nothing of ours, runs the posix adapter's tests and the command line.
+# environment and, from a folder that holds nothing of ours, runs the command line, the posix adapter's tests, and those
+# of an adapter from outside (examples/l2kit-dirstore).
 set -euo pipefail
 
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -37,19 +38,25 @@ for wheel in wheels:
     print(f"   {wheel.name}: {len(source)} files")
 PY
 
+# Apart from ours: it is no distribution of this repository, and may look like anybody's.
+quietly "$python" -m build --wheel --no-isolation --outdir "$scratch/outside" "$tree/examples/l2kit-dirstore"
+
 say "install into an empty environment"
 venv=$scratch/venv
 "$python" -m venv --without-pip "$venv"
 "$python" -m pip freeze --exclude-editable >"$scratch/constraints.txt"
-wheel() { echo "$scratch"/dist/"$1"-*.whl; }
+packages=(l2kit)
+for plugin in "$tree"/plugins/l2kit-*/; do packages+=("$(basename "$plugin" | tr - _)"); done
+wheels=("$(echo "$scratch"/dist/l2kit-*.whl)[testing]" "$scratch"/outside/*.whl)
+for package in "${packages[@]:1}"; do wheels+=("$scratch"/dist/"$package"-*.whl); done
 quietly "$python" -m pip --python "$venv/bin/python" install --no-input --constraint "$scratch/constraints.txt" \
-    "$(wheel l2kit)[testing]" "$(wheel l2kit_posix)" "$(wheel l2kit_redis)"
+    "${wheels[@]}"
 
 mkdir "$scratch/empty"
 cd "$scratch/empty"
 
 say "import every module, from site-packages only"
-"$venv/bin/python" - <<'PY'
+"$venv/bin/python" - "${packages[@]}" <<'PY'
 import importlib
 import pkgutil
 import sys
@@ -57,12 +64,13 @@ import sysconfig
 from pathlib import Path
 
 site = Path(sysconfig.get_path("purelib")).resolve()
-for name in ("l2kit", "l2kit_posix", "l2kit_redis"):
+packages = sys.argv[1:]
+for name in packages:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, f"{name}."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-ours = [m for n, m in sys.modules.items() if n.split(".")[0] in {"l2kit", "l2kit_posix", "l2kit_redis"}]
+ours = [m for n, m in sys.modules.items() if n.split(".")[0] in packages]
 strangers = [m.__file__ for m in ours if not Path(m.__file__).resolve().is_relative_to(site)]
 assert not strangers, f"not from the installed wheels: {strangers}"
 print(f"   {len(ours)} modules")
@@ -70,10 +78,12 @@ PY
 
 say "l2kit plugins"
 "$venv/bin/l2kit" plugins | tee "$scratch/plugins"
-for scheme in memory file redis valkey; do
+for scheme in memory file redis valkey dirstore; do
     grep -qw "$scheme" "$scratch/plugins" || { echo "l2kit plugins does not list $scheme" >&2; exit 1; }
 done
 
-say "the posix adapter's tests"
-cp -r "$tree/plugins/l2kit-posix/tests" "$scratch/tests"
-"$venv/bin/pytest" -q -p no:cacheprovider --import-mode=importlib "$scratch/tests"
+for project in plugins/l2kit-posix examples/l2kit-dirstore; do
+    say "the tests of $project"
+    cp -r "$tree/$project/tests" "$scratch/tests-of-$(basename "$project")"
+    "$venv/bin/pytest" -q -p no:cacheprovider --import-mode=importlib "$scratch/tests-of-$(basename "$project")"
+done

@@ -38,6 +38,7 @@ class FileAdapter(L2Adapter[FileConfig]):
     - Whoever has the directory open may clear it or remove single files at any time: those objects are misses.
     """
 
+    api_version = (1, 0)
     config_type = FileConfig
     # Payloads start on a page: direct I/O and mapping can come without a new stored form.
     capabilities = Capabilities(persistent=True, shared=True, lock="owned", evicts=True, alignment=4096)

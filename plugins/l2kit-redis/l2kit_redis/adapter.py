@@ -42,6 +42,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
     - The server may evict or expire objects at any time; there are no locks yet.
     """
 
+    api_version = (1, 0)
     config_type = RedisConfig
     capabilities = Capabilities(
         persistent=True, shared=True, lock="none", evicts=True, max_object_bytes=_MAX_OBJECT_BYTES
