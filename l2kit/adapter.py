@@ -34,7 +34,7 @@ from l2kit.supervision import Supervisor
 from l2kit.task import L2Task, TaskRunner
 
 #: Version of this contract; an adapter that declares another major version is refused.
-API_VERSION: Final = (1, 0)
+API_VERSION: Final = (1, 1)
 
 ConfigT = TypeVar("ConfigT", bound=AdapterConfig)
 ItemT = TypeVar("ItemT")
@@ -55,6 +55,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         evicts: the backend removes objects by itself to stay within a limit.
         alignment: payloads start at a multiple of this many bytes in the stored object.
         max_object_bytes: largest stored object, envelope included; None for no limit.
+        group_keys: how many small objects one `store_many` or `load_many` call takes, where a call costs more than the
+            transfer of a small object (a thread, a round trip); 1 where they gain nothing together.
     """
 
     persistent: bool
@@ -63,6 +65,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     evicts: bool = False
     alignment: int = 1
     max_object_bytes: int | None = None
+    group_keys: int = 1
 
 
 class KeyInfo(msgspec.Struct, frozen=True):
@@ -107,8 +110,8 @@ class L2Adapter(ABC, Generic[ConfigT]):
     - A missing key is a value (None or False), never an exception.
     """
 
-    #: The contract that the plugin was written for, as numbers of its own: ``(1, 0)``. The registry refuses a class that
-    #: only inherits this one, because that would say whatever is installed.
+    #: The contract that the plugin was written for, as numbers of its own: ``(1, 0)``. The registry refuses a class
+    #: that only inherits this one, because that would say whatever is installed.
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     config_type: ClassVar[type[AdapterConfig]] = AdapterConfig
     #: Declared on the class; only an adapter around another one has its own per instance.
@@ -178,6 +181,26 @@ class L2Adapter(ABC, Generic[ConfigT]):
         The stored object may be longer than ``into`` (fill what fits, return the full size) or shorter (leave the
         rest untouched).
         """
+
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> Sequence[StoreStatus | Exception]:
+        """Write several small objects, at most ``capabilities.group_keys``; per key what :meth:`store_one` would say.
+
+        An exception in the answer is that key's failure, one that is raised is the failure of all. By default one
+        :meth:`store_one` after the other.
+        """
+        return [await caught(self.store_one(key, parts)) for key, parts in zip(keys, data, strict=True)]
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> Sequence[int | Exception | None]:
+        """Read several small objects, at most ``capabilities.group_keys``; per key what :meth:`load_one` would say.
+
+        An exception in the answer is that key's failure, one that is raised is the failure of all. By default one
+        :meth:`load_one` after the other.
+        """
+        return [await caught(self.load_one(key, parts)) for key, parts in zip(keys, into, strict=True)]
 
     @abstractmethod
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
@@ -427,6 +450,14 @@ class L2Adapter(ABC, Generic[ConfigT]):
         if objects is not None and len(objects) != len(keys):
             raise ConfigError(f"objects: {len(objects)} given for {len(keys)} keys")
         return self._opened.batches
+
+
+async def caught(call: Awaitable[ResultT]) -> ResultT | Exception:
+    """The result, or the exception as a value."""
+    try:
+        return await call
+    except Exception as error:
+        return error
 
 
 class _Opened(NamedTuple):

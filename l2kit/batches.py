@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -50,6 +50,8 @@ ResultT = TypeVar("ResultT")
 
 #: Below this, hashing on the loop (about 30 µs) costs less than the way to a thread and back.
 _INLINE_CPU_BYTES: Final = 1 << 20
+#: Small objects that go to the backend in one call have so many bytes together.
+_GROUP_BYTES: Final = 1 << 20
 
 #: Which of an adapter's threads the running batch uses: writes that are stuck must not keep readers waiting.
 Lane = Literal["read", "write"]
@@ -114,37 +116,41 @@ class Batches:
     async def store(self, task: L2Task[StoreOutcome], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         """Body of a store task."""
         adapter = self._adapter
-        limit = adapter.capabilities.max_object_bytes
         first: dict[ObjectKey, int] = {}
         for index, key in enumerate(keys):
             first.setdefault(key, index)
         outcomes: dict[ObjectKey, StoreOutcome] = {}
 
-        async def store_one(index: int) -> None:
-            key, obj = keys[index], objects[index]
-            try:
-                frame = await self._cpu(
-                    obj.nbytes, lambda: seal(key, obj, adapter.codecs, adapter.capabilities.alignment)
-                )
-                size = sum(map(len, frame))
-                if limit is not None and size > limit:
-                    raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
-                if self.quarantine.is_damaged(key):  # an adapter that keeps what is present would keep it
-                    await adapter.delete_one(key)
-                status = await adapter.store_one(key, frame)
-                if not isinstance(status, StoreStatus):  # a forgotten return must not look like anything else
-                    raise AdapterContractError(f"{adapter.name}: store_one returned {status!r}, not a StoreStatus")
-                outcome = StoreOutcome(status, size if status is StoreStatus.STORED else 0)
-                if status is StoreStatus.STORED:
-                    self.quarantine.discard(key)
-            except Exception as error:
-                outcome = StoreOutcome.failed(self._translate(error))
-            outcomes[key] = outcome
+        async def store_group(group: Sequence[int]) -> None:
+            frames: dict[int, list[memoryview]] = {}
+            for index in group:
+                try:
+                    frames[index] = await self._seal(keys[index], objects[index])
+                except Exception as error:
+                    finish(index, StoreOutcome.failed(self._translate(error)))
+            answers: Sequence[object] = await self._answers(
+                frames,
+                lambda index: adapter.store_one(keys[index], frames[index]),
+                lambda: adapter.store_many([keys[index] for index in frames], list(frames.values())),
+            )
+            for index, answer in zip(frames, answers, strict=True):
+                if not isinstance(answer, StoreStatus):
+                    if not isinstance(answer, Exception):  # a forgotten return must not look like anything else
+                        answer = AdapterContractError(f"{adapter.name}: a store returned {answer!r}, no StoreStatus")
+                    finish(index, StoreOutcome.failed(self._translate(answer)))
+                    continue
+                stored = answer is StoreStatus.STORED
+                if stored:
+                    self.quarantine.discard(keys[index])
+                finish(index, StoreOutcome(answer, sum(map(len, frames[index])) if stored else 0))
+
+        def finish(index: int, outcome: StoreOutcome) -> None:
+            outcomes[keys[index]] = outcome
             self.counters[f"store.{outcome.status}"] += 1
             self.counters["stored_bytes"] += outcome.nbytes
             task.complete(index, outcome)
 
-        await adapter.for_each(list(first.values()), store_one)
+        await adapter.for_each(self._groups(list(first.values()), keys, objects), store_group)
         for index, key in enumerate(keys):
             task.complete(index, outcomes[key])
 
@@ -172,20 +178,39 @@ class Batches:
 
     async def load(self, task: L2Task[LoadOutcome], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         """Body of a load task."""
+        adapter = self._adapter
 
-        async def load_one(index: int) -> None:
-            try:
-                outcome = await self._load_one(keys[index], objects[index])
-            except Exception as caught:
-                error = self._translate(caught)
-                outcome = LoadOutcome.failed(error)
-                if isinstance(error, CorruptObjectError):
-                    await self._heal(keys[index], error)
+        async def load_group(group: Sequence[int]) -> None:
+            frames: dict[int, LoadFrame] = {}
+            for index in group:
+                if keys[index] in self.quarantine:
+                    self.counters["load.quarantined"] += 1
+                    finish(index, LoadOutcome(LoadStatus.MISS))
+                else:
+                    frames[index] = LoadFrame(
+                        keys[index], objects[index], adapter.codecs, adapter.capabilities.alignment
+                    )
+            answers = await self._answers(
+                frames,
+                lambda index: adapter.load_one(keys[index], frames[index].into),
+                lambda: adapter.load_many([keys[i] for i in frames], [frame.into for frame in frames.values()]),
+            )
+            for (index, frame), answer in zip(frames.items(), answers, strict=True):
+                try:
+                    outcome = await self._verified(keys[index], frame, answer)
+                except Exception as caught:
+                    error = self._translate(caught)
+                    outcome = LoadOutcome.failed(error)
+                    if isinstance(error, CorruptObjectError):
+                        await self._heal(keys[index], error)
+                finish(index, outcome)
+
+        def finish(index: int, outcome: LoadOutcome) -> None:
             self.counters[f"load.{outcome.status}"] += 1
             self.counters["loaded_bytes"] += outcome.nbytes
             task.complete(index, outcome)
 
-        await self._adapter.for_each(range(len(keys)), load_one)
+        await adapter.for_each(self._groups(range(len(keys)), keys, objects), load_group)
 
     async def unlock(self, task: L2Task[DeleteOutcome], keys: Sequence[ObjectKey]) -> None:
         """Body of an unlock task, which has no deadline: it bounds itself, and is never left out."""
@@ -221,22 +246,71 @@ class Batches:
 
         await self._adapter.for_each(range(len(keys)), delete_one)
 
-    async def _load_one(self, key: ObjectKey, target: MemoryObj) -> LoadOutcome:
+    def _groups(
+        self, indices: Sequence[int], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
+    ) -> list[list[int]]:
+        """What goes to the backend in one call: one object, or several small ones; enough calls for every worker."""
+        config, most = self._adapter.config, self._adapter.capabilities.group_keys
+        most = min(most, -(-len(indices) // config.max_concurrency))
+        if most <= 1:
+            return [[index] for index in indices]
+        groups: list[list[int]] = []
+        inside: set[ObjectKey] = set()
+        room = 0
+        for index in indices:
+            nbytes = objects[index].nbytes
+            if not groups or len(groups[-1]) >= most or nbytes > room or keys[index] in inside:
+                groups.append([])
+                inside.clear()
+                room = _GROUP_BYTES
+            groups[-1].append(index)
+            inside.add(keys[index])
+            room -= nbytes
+        return groups
+
+    async def _answers(
+        self,
+        group: Collection[int],
+        one: Callable[[int], Awaitable[ResultT]],
+        many: Callable[[], Awaitable[Sequence[ResultT | Exception]]],
+    ) -> Sequence[ResultT | Exception]:
+        """What the backend says for each of ``group``, errors as values."""
+        try:
+            if len(group) > 1:
+                answers = await many()
+                if len(answers) != len(group):
+                    what = f"{len(answers)} answers for {len(group)} keys"
+                    raise AdapterContractError(f"{self._adapter.name}: {what}")
+                return answers
+            return [await one(index) for index in group]
+        except Exception as error:
+            return [error] * len(group)
+
+    async def _seal(self, key: ObjectKey, obj: MemoryObj) -> list[memoryview]:
+        """What to store for ``obj``, with the way cleared for it."""
         adapter = self._adapter
-        if key in self.quarantine:
-            self.counters["load.quarantined"] += 1
+        limit = adapter.capabilities.max_object_bytes
+        frame = await self._cpu(obj.nbytes, lambda: seal(key, obj, adapter.codecs, adapter.capabilities.alignment))
+        size = sum(map(len, frame))
+        if limit is not None and size > limit:
+            raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
+        if self.quarantine.is_damaged(key):  # an adapter that keeps what is present would keep it
+            await adapter.delete_one(key)
+        return frame
+
+    async def _verified(self, key: ObjectKey, frame: LoadFrame, answer: int | Exception | None) -> LoadOutcome:
+        """The outcome of a load whose buffers the backend has filled."""
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
             return LoadOutcome(LoadStatus.MISS)
-        frame = LoadFrame(key, target, adapter.codecs, adapter.capabilities.alignment)
-        stored_bytes = await adapter.load_one(key, frame.into)
-        if stored_bytes is None:
-            return LoadOutcome(LoadStatus.MISS)
-        size = stored_bytes
-        if not await self._cpu(target.nbytes, lambda: frame.finish(size)):
+        size = answer
+        if not await self._cpu(frame.target_bytes, lambda: frame.finish(size)):
             whole = memoryview(bytearray(size))
-            again = await adapter.load_one(key, [whole])
+            again = await self._adapter.load_one(key, [whole])
             if again is None:
                 return LoadOutcome(LoadStatus.MISS)
-            await self._cpu(target.nbytes, lambda: frame.finish_whole(whole[:again], again, self._codec_source))
+            await self._cpu(frame.target_bytes, lambda: frame.finish_whole(whole[:again], again, self._codec_source))
         return LoadOutcome(LoadStatus.LOADED, frame.nbytes)
 
     async def _heal(self, key: ObjectKey, error: CorruptObjectError) -> None:

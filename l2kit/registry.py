@@ -229,9 +229,8 @@ def check_adapter_class(loaded: object, where: str) -> None:
 
 def _check_version(loaded: type[L2Adapter[Any]], where: str) -> None:
     if not any("api_version" in vars(kind) for kind in loaded.__mro__ if kind is not L2Adapter):
-        raise AdapterContractError(
-            f"{where}: {loaded.__name__} does not say for which contract it was written; add api_version = {API_VERSION}"
-        )
+        silent = f"{loaded.__name__} does not say for which contract it was written"
+        raise AdapterContractError(f"{where}: {silent}; add api_version = {API_VERSION}")
     version: object = loaded.api_version
     if not (isinstance(version, tuple) and version and all(isinstance(part, int) for part in version)):
         raise AdapterContractError(f"{where}: api_version is {version!r}, not a pair of numbers like {API_VERSION}")

@@ -71,6 +71,27 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
         """A miss while reads are suspended."""
         return await self._guarded("read", lambda: self.inner.load_one(key, into), lambda: None)
 
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> Sequence[StoreStatus | Exception]:
+        """DROPPED while writes are suspended."""
+        return self._judged(
+            "write",
+            await self._guarded(
+                "write",
+                lambda: self.inner.store_many(keys, data),
+                lambda: [StoreStatus.DROPPED] * len(keys),
+            ),
+        )
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> Sequence[int | Exception | None]:
+        """Misses while reads are suspended."""
+        return self._judged(
+            "read", await self._guarded("read", lambda: self.inner.load_many(keys, into), lambda: [None] * len(keys))
+        )
+
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
         """Misses while reads are suspended."""
         return await self._guarded("read", lambda: self.inner.lookup_many(keys), lambda: [None] * len(keys))
@@ -109,6 +130,14 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
             raise
         circuit.succeeded()
         return result
+
+    def _judged(self, side: Lane, answers: Sequence[ResultT | Exception]) -> Sequence[ResultT | Exception]:
+        """Take the failures of single keys into account."""
+        for answer in answers:
+            error = failure_of(self.inner, answer) if isinstance(answer, Exception) else None
+            if isinstance(error, BackendError):
+                self._failed(side, error)
+        return answers
 
     def _failed(self, side: Lane, error: L2Error) -> None:
         if self.circuits[side].failed(error):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import anyio
@@ -118,21 +119,48 @@ class ByteBudgetAdapter(WrappingAdapter[ResilienceConfig]):
 
     async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
         """When no load waits and there is room."""
-        nbytes = sum(map(len, data))
-        if self.gate.waiting_store_bytes + nbytes > self.options.max_waiting_store_bytes:
-            self.count("store_over_budget")
-            return StoreStatus.DROPPED
-        await self.gate.enter_store(nbytes)
-        try:
-            return await self.inner.store_one(key, data)
-        finally:
-            self.gate.leave_store(nbytes)
+        async with self._store_turn(sum(map(len, data))) as admitted:
+            return await self.inner.store_one(key, data) if admitted else StoreStatus.DROPPED
+
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> Sequence[StoreStatus | Exception]:
+        """When no load waits and there is room for all of them."""
+        async with self._store_turn(_total_bytes(data)) as admitted:
+            return await self.inner.store_many(keys, data) if admitted else [StoreStatus.DROPPED] * len(keys)
 
     async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
         """Before any store that waits."""
-        nbytes = sum(map(len, into))
+        async with self._load_turn(sum(map(len, into))):
+            return await self.inner.load_one(key, into)
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> Sequence[int | Exception | None]:
+        """Before any store that waits."""
+        async with self._load_turn(_total_bytes(into)):
+            return await self.inner.load_many(keys, into)
+
+    @asynccontextmanager
+    async def _store_turn(self, nbytes: int) -> AsyncIterator[bool]:
+        if self.gate.waiting_store_bytes + nbytes > self.options.max_waiting_store_bytes:
+            self.count("store_over_budget")
+            yield False
+            return
+        await self.gate.enter_store(nbytes)
+        try:
+            yield True
+        finally:
+            self.gate.leave_store(nbytes)
+
+    @asynccontextmanager
+    async def _load_turn(self, nbytes: int) -> AsyncIterator[None]:
         await self.gate.enter_load(nbytes)
         try:
-            return await self.inner.load_one(key, into)
+            yield
         finally:
             self.gate.leave_load(nbytes)
+
+
+def _total_bytes(lists: Sequence[Sequence[memoryview]]) -> int:
+    return sum(sum(map(len, parts)) for parts in lists)

@@ -32,6 +32,18 @@ class DeadlineAdapter(WrappingAdapter[ResilienceConfig]):
         """Within the deadline."""
         return await self._bounded(self.inner.load_one(key, into), "load")
 
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> Sequence[StoreStatus | Exception]:
+        """Within the deadline, together."""
+        return await self._bounded(self.inner.store_many(keys, data), "store")
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> Sequence[int | Exception | None]:
+        """Within the deadline, together."""
+        return await self._bounded(self.inner.load_many(keys, into), "load")
+
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
         """Within the deadline."""
         return await self._bounded(self.inner.lookup_many(keys), "lookup")

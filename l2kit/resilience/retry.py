@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import anyio
 
-from l2kit.adapter import L2Adapter
+from l2kit.adapter import L2Adapter, caught
 from l2kit.errors import BackendTimeoutError, TransientBackendError
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
@@ -51,18 +51,44 @@ class RetryAdapter(WrappingAdapter[ResilienceConfig]):
         """Again, if it may help: one that raises leaves nothing locked."""
         return await self._retried(lambda: self.inner.acquire_many(keys), "lookup")
 
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> Sequence[StoreStatus | Exception]:
+        """Those again for which it may help, one by one."""
+        answers = list(await self._retried(lambda: self.inner.store_many(keys, data), "store"))
+        for index, answer in enumerate(answers):
+            if isinstance(answer, Exception) and await self._pauses(answer, 0, "store"):
+                answers[index] = await caught(self.store_one(keys[index], data[index]))
+        return answers
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> Sequence[int | Exception | None]:
+        """Those again for which it may help, one by one."""
+        answers = list(await self._retried(lambda: self.inner.load_many(keys, into), "load"))
+        for index, answer in enumerate(answers):
+            if isinstance(answer, Exception) and await self._pauses(answer, 0, "load"):
+                answers[index] = await caught(self.load_one(keys[index], into[index]))
+        return answers
+
     async def _retried(self, call: Callable[[], Awaitable[ResultT]], what: str) -> ResultT:
         self._budget.earn()
         for turn in range(self.options.max_retries):
             try:
                 return await call()
             except Exception as error:
-                pause_s = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 4**turn))
-                if not self._worthwhile(failure_of(self.inner, error), pause_s, what):
+                if not await self._pauses(error, turn, what):
                     raise
-            self.count(f"retry.{what}")
-            await anyio.sleep(pause_s)
         return await call()
+
+    async def _pauses(self, error: Exception, turn: int, what: str) -> bool:
+        """Wait before the next try; False when there shall be none."""
+        pause_s = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 4**turn))
+        if not self._worthwhile(failure_of(self.inner, error), pause_s, what):
+            return False
+        self.count(f"retry.{what}")
+        await anyio.sleep(pause_s)
+        return True
 
     def _worthwhile(self, error: Exception, pause_s: float, what: str) -> bool:
         if not isinstance(error, TransientBackendError) or isinstance(error, BackendTimeoutError):

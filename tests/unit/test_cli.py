@@ -151,7 +151,7 @@ def test_plugins_tells_what_cannot_be_used_and_why(shelf: Installation) -> None:
     for reason in (
         "ModuleNotFoundError: No module named 'no_such_client_library'",
         "'twice' is claimed by first-claim 1.5 and second-claim 1.5",
-        "built for adapter API 0.3, this l2kit has 1.0",
+        "built for adapter API 0.3, this l2kit has 1.1",
         "codecs: 'nothing' must be a subclass of l2kit.Codec",
         "policies: 'nothing' is no subclass",
         "SystemExit: not today",

@@ -38,10 +38,10 @@ class FileAdapter(L2Adapter[FileConfig]):
     - Whoever has the directory open may clear it or remove single files at any time: those objects are misses.
     """
 
-    api_version = (1, 0)
+    api_version = (1, 1)
     config_type = FileConfig
     # Payloads start on a page: direct I/O and mapping can come without a new stored form.
-    capabilities = Capabilities(persistent=True, shared=True, lock="owned", evicts=True, alignment=4096)
+    capabilities = Capabilities(persistent=True, shared=True, lock="owned", evicts=True, alignment=4096, group_keys=16)
 
     _directory: ObjectDirectory | None = None
 
@@ -94,6 +94,22 @@ class FileAdapter(L2Adapter[FileConfig]):
         """Read one object in one thread job, straight into ``into``; an object that cannot be read is an error."""
         directory = self._opened_directory
         return await self.run_in_thread(lambda: directory.load(key, into))
+
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> list[StoreStatus | Exception]:
+        """Write several small objects in one thread job."""
+        directory = self._opened_directory
+        pairs = list(zip(keys, data, strict=True))
+        return await self.run_in_thread(lambda: [_attempt(directory.store, *pair) for pair in pairs])
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> list[int | Exception | None]:
+        """Read several small objects in one thread job."""
+        directory = self._opened_directory
+        pairs = list(zip(keys, into, strict=True))
+        return await self.run_in_thread(lambda: [_attempt(directory.load, *pair) for pair in pairs])
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Ask the file system for all keys in one thread job: other processes' objects are seen at once."""
@@ -167,3 +183,11 @@ class FileAdapter(L2Adapter[FileConfig]):
             return await self.run_in_thread(function)
         except OSError as error:
             raise self.translate_error(error) from error
+
+
+def _attempt(work: Callable[[ObjectKey, Sequence[memoryview]], ResultT], *arguments: Any) -> ResultT | Exception:
+    """One key of a group: its error is its own."""
+    try:
+        return work(*arguments)
+    except OSError as error:
+        return error

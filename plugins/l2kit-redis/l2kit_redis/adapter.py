@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import anyio
 import anyio.from_thread
 
-from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage
+from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage, caught
 from l2kit.config import ParsedURL
 from l2kit.errors import ConfigError, L2Error
 from l2kit.keys import ObjectKey
@@ -42,10 +42,10 @@ class RedisAdapter(L2Adapter[RedisConfig]):
     - The server may evict or expire objects at any time; there are no locks yet.
     """
 
-    api_version = (1, 0)
+    api_version = (1, 1)
     config_type = RedisConfig
     capabilities = Capabilities(
-        persistent=True, shared=True, lock="none", evicts=True, max_object_bytes=_MAX_OBJECT_BYTES
+        persistent=True, shared=True, lock="none", evicts=True, max_object_bytes=_MAX_OBJECT_BYTES, group_keys=16
     )
 
     @classmethod
@@ -77,8 +77,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
     async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
         """SET."""
         name = self._name(key)
-        ttl_ms = None if self.config.ttl_s is None else round(self.config.ttl_s * 1000)
-        await self._converse(lambda connection: connection.set_value(name, data, ttl_ms))
+        await self._converse(lambda connection: connection.set_value(name, data, self._ttl_ms))
         return StoreStatus.STORED
 
     async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
@@ -89,11 +88,30 @@ class RedisAdapter(L2Adapter[RedisConfig]):
             try:
                 return connection.get_value(name, into)
             except ServerError as error:
-                if error.code == "WRONGTYPE":
+                if _is_no_object(error):
                     return None
                 raise
 
         return await self._converse(get)
+
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> list[StoreStatus | Exception]:
+        """Pipelined SET."""
+        names = [self._name(key) for key in keys]
+        errors = await self._converse(lambda connection: connection.set_values(names, data, self._ttl_ms))
+        return [error or StoreStatus.STORED for error in errors]
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> list[int | Exception | None]:
+        """Pipelined GET into the caller's buffers."""
+        names = [self._name(key) for key in keys]
+        found = await self._converse(lambda connection: connection.get_values(names, into))
+        sizes: list[int | Exception | None] = [None if _is_no_object(answer) else answer for answer in found]
+        rest = slice(len(found), None)
+        sizes += [await caught(self.load_one(*pair)) for pair in zip(keys[rest], into[rest], strict=True)]
+        return sizes
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Pipelined STRLEN: one round trip for existence and sizes of up to 1,024 keys."""
@@ -163,6 +181,10 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         except Exception as error:
             raise self.translate_error(error) from error
 
+    @property
+    def _ttl_ms(self) -> int | None:
+        return None if self.config.ttl_s is None else round(self.config.ttl_s * 1000)
+
     def _name(self, key: ObjectKey) -> bytes:
         return self.config.prefix + key.encode().encode()
 
@@ -182,12 +204,17 @@ def _sizes(connection: Connection, names: Sequence[bytes]) -> list[int | None]:
     sizes: list[int | None] = []
     for answer in connection.call_integers(b"STRLEN", names):
         if isinstance(answer, ServerError):
-            if answer.code != "WRONGTYPE":  # that one says that what is there is no object
+            if not _is_no_object(answer):
                 raise answer
             sizes.append(None)
         else:
             sizes.append(answer or None)  # no object is empty; STRLEN of a missing key is 0
     return sizes
+
+
+def _is_no_object(answer: object) -> bool:
+    """True when the server says that what is there is another type than a string."""
+    return isinstance(answer, ServerError) and answer.code == "WRONGTYPE"
 
 
 def _scan_page(connection: Connection, *, cursor: bytes, pattern: bytes) -> tuple[bytes, list[tuple[bytes, int]]]:

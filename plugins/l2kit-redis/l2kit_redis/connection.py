@@ -23,13 +23,14 @@ class Connection:
     One thread at a time, except for :meth:`abort`.
     """
 
-    __slots__ = ("_outstanding", "_replies", "_stream")
+    __slots__ = ("_cut", "_outstanding", "_replies", "_stream")
 
     def __init__(self, stream: Stream) -> None:
         """Take ownership of ``stream``."""
         self._stream = stream
         self._replies = ReplyReader(stream)
         self._outstanding = 0
+        self._cut = False  # a reply was left unread in the middle
 
     @property
     def settled(self) -> bool:
@@ -117,22 +118,42 @@ class Connection:
             ServerError: the server answered with an error.
         """
         self._send([request(b"GET", key)], 1)
-        length = self._replies.value_length()
-        if length is None or isinstance(length, ServerError):
-            self._outstanding -= 1
-            if length is None:
-                return None
+        length = self._receive_value(into)
+        if isinstance(length, ServerError):
             raise length
-        beyond = length - sum(map(len, into))
-        if beyond <= 0:
-            self._replies.value(into, length)
-        elif beyond <= _MAX_DRAIN_BYTES:
-            self._replies.value([*into, memoryview(bytearray(beyond))], length)
-        else:
-            self._replies.value_part(into)
-            return length  # the reply stays outstanding: whoever owns the connection closes it
-        self._outstanding -= 1
         return length
+
+    def set_values(
+        self, keys: Sequence[bytes], data: Sequence[Sequence[memoryview]], ttl_ms: int | None
+    ) -> list[ServerError | None]:
+        """Write several small values in one pipeline; per key the server's error, or None."""
+        expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms is not None else ()
+        buffers: list[bytes | memoryview] = []
+        for key, parts in zip(keys, data, strict=True):
+            front, back = value_request((b"SET", key), sum(map(len, parts)), expiry)
+            buffers += [front, *parts, back]
+        self._send(buffers, len(keys))
+        errors: list[ServerError | None] = []
+        for _ in keys:
+            reply = self._replies.reply()
+            self._outstanding -= 1
+            if not isinstance(reply, ServerError) and reply != b"OK":
+                raise ProtocolError("SET was not answered with OK")
+            errors.append(reply if isinstance(reply, ServerError) else None)
+        return errors
+
+    def get_values(self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]) -> list[int | ServerError | None]:
+        """Receive several small values in one pipeline; per key what :meth:`get_value` returns, or the server's error.
+
+        The answer is shorter than ``keys`` when a value was far too long to be received: the rest is lost with it.
+        """
+        self._send([pipeline(b"GET", keys)], len(keys))
+        lengths: list[int | ServerError | None] = []
+        for parts in into:
+            lengths.append(self._receive_value(parts))
+            if self._cut:
+                break
+        return lengths
 
     def abort(self) -> None:
         """Make the conversation in progress fail at once. From any thread."""
@@ -149,6 +170,20 @@ class Connection:
         except ConnectionError:
             self._raise_last_words()
             raise
+
+    def _receive_value(self, into: Sequence[memoryview]) -> int | ServerError | None:
+        length = self._replies.value_length()
+        if length is None or isinstance(length, ServerError):
+            self._outstanding -= 1
+            return length
+        beyond = length - sum(map(len, into))
+        if beyond > _MAX_DRAIN_BYTES:
+            self._replies.value_part(into)
+            self._cut = True
+            return length  # the reply stays outstanding: whoever owns the connection closes it
+        self._replies.value([*into, memoryview(bytearray(beyond))] if beyond > 0 else into, length)
+        self._outstanding -= 1
+        return length
 
     def _take_reply(self) -> Reply:
         reply = self._replies.reply()

@@ -1,0 +1,139 @@
+"""Small objects go to the backend in groups, where it takes them so; what becomes of one is nobody else's affair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from l2kit.adapter import Capabilities
+from l2kit.errors import AdapterContractError, BackendError, TransientBackendError
+from l2kit.keys import ObjectKey
+from l2kit.outcomes import StoreStatus
+from l2kit.resilience import BreakerAdapter, ResilienceConfig, RetryAdapter, resilient
+from tests.unit.dict_adapter import DictAdapter, blank, keys, make, wrap
+from tests.unit.odd_tiers import content
+
+pytestmark = pytest.mark.anyio
+
+NBYTES = 1000
+
+
+class GroupAdapter(DictAdapter):
+    """Takes up to eight objects at once, and remembers what it was given."""
+
+    capabilities = Capabilities(persistent=False, shared=False, group_keys=8)
+
+    async def open(self) -> None:
+        await super().open()
+        self.groups: list[tuple[ObjectKey, ...]] = []
+        self.errors: dict[ObjectKey, Exception] = {}
+        self.error: Exception | None = None
+        self.forget = 0
+
+    async def store_many(
+        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
+    ) -> Sequence[StoreStatus | Exception]:
+        self._take(keys)
+        answers = await super().store_many(keys, data)
+        return [self.errors.get(key, answer) for key, answer in zip(keys, answers, strict=True)]
+
+    async def load_many(
+        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
+    ) -> Sequence[int | Exception | None]:
+        self._take(keys)
+        answers = await super().load_many(keys, into)
+        return [self.errors.get(key, answer) for key, answer in zip(keys, answers, strict=True)][self.forget :]
+
+    def _take(self, keys: Sequence[ObjectKey]) -> None:
+        self.groups.append(tuple(keys))
+        if self.error is not None:
+            raise self.error
+
+
+async def put(adapter: DictAdapter | RetryAdapter | BreakerAdapter, count: int) -> list[str]:
+    objects = [wrap(content(name, NBYTES)) for name in keys(count)]
+    return [outcome.status for outcome in await adapter.submit_store_task(keys(count), objects)]
+
+
+async def get(adapter: DictAdapter | RetryAdapter | BreakerAdapter, names: Sequence[ObjectKey]) -> list[str]:
+    targets = [blank(NBYTES) for _ in names]
+    outcomes = await adapter.submit_load_task(names, targets)
+    for name, target, outcome in zip(names, targets, outcomes, strict=True):
+        assert not outcome.loaded or target.tobytes() == content(name, NBYTES)
+    return [outcome.status for outcome in outcomes]
+
+
+async def test_a_batch_is_cut_into_groups_for_every_worker() -> None:
+    async with make(GroupAdapter, max_concurrency=2) as adapter:
+        assert await put(adapter, 20) == ["stored"] * 20
+        assert [len(group) for group in adapter.groups] == [8, 8, 4]
+        adapter.groups.clear()
+        assert await get(adapter, keys(6)) == ["loaded"] * 6
+        assert [len(group) for group in adapter.groups] == [3, 3], "both workers get something to do"
+        assert await get(adapter, [*keys(6), *keys(6)]) == ["loaded"] * 12
+        assert all(len(set(group)) == len(group) for group in adapter.groups), "keys of one call are distinct"
+
+
+async def test_one_object_and_large_ones_go_alone() -> None:
+    async with make(GroupAdapter, max_concurrency=1) as adapter:
+        await put(adapter, 1)
+        sizes = [600_000, 600_000, 100, 100, 2_000_000, 100]
+        await adapter.submit_store_task(keys(6), [wrap(bytes(size)) for size in sizes])
+        assert [len(group) for group in adapter.groups] == [3]  # the second of 600,000, and the small ones behind it
+        assert adapter.calls["store"] == 7
+
+
+async def test_each_key_has_its_own_outcome() -> None:
+    async with make(GroupAdapter, max_concurrency=1) as adapter:
+        adapter.errors[keys(5)[1]] = PermissionError(13, "Permission denied")
+        assert await put(adapter, 4) == ["stored", "failed", "stored", "stored"]
+        adapter.objects[keys(4)[2]] = b"damaged" * 200
+        assert await get(adapter, keys(5)) == ["loaded", "failed", "corrupt", "loaded", "miss"]
+        assert adapter.calls["delete"] == 1
+        assert adapter.counters["store.stored"] == 3
+
+
+async def test_an_error_of_the_call_is_that_of_every_key() -> None:
+    async with make(GroupAdapter, max_concurrency=1) as adapter:
+        adapter.error = BackendError("gone")
+        assert await put(adapter, 4) == ["failed"] * 4
+        assert await get(adapter, keys(4)) == ["failed"] * 4
+
+
+async def test_too_few_answers_are_a_broken_contract() -> None:
+    async with make(GroupAdapter, max_concurrency=1) as adapter:
+        await put(adapter, 4)
+        adapter.forget = 1
+        outcomes = await adapter.submit_load_task(keys(4), [blank(NBYTES) for _ in range(4)])
+        assert all(isinstance(outcome.error, AdapterContractError) for outcome in outcomes)
+        assert "3 answers for 4 keys" in str(outcomes[0].error)
+
+
+async def test_groups_pass_through_everything_that_makes_a_tier_resilient() -> None:
+    inside = make(GroupAdapter, max_concurrency=1)
+    async with resilient(inside, ResilienceConfig()) as adapter:
+        assert isinstance(adapter, BreakerAdapter)
+        assert await put(adapter, 8) == ["stored"] * 8
+        assert await get(adapter, keys(9)) == ["loaded"] * 8 + ["miss"]
+        assert [len(group) for group in inside.groups] == [8, 8]
+
+
+async def test_only_the_keys_that_failed_are_retried() -> None:
+    inside = make(GroupAdapter, max_concurrency=1)
+    async with RetryAdapter(inside, ResilienceConfig()) as adapter:
+        inside.errors = {keys(4)[1]: TransientBackendError("lost"), keys(4)[2]: BackendError("broken")}
+        assert await put(adapter, 4) == ["stored", "stored", "failed", "stored"]
+        assert await get(adapter, keys(4)) == ["loaded", "loaded", "failed", "loaded"]
+        assert adapter.counters["retry.load"] == 1
+
+
+async def test_failures_of_single_keys_open_the_circuit() -> None:
+    inside = make(GroupAdapter, max_concurrency=1)
+    async with BreakerAdapter(inside, ResilienceConfig(breaker_calls=8, breaker_pause_s=30)) as adapter:
+        await put(adapter, 8)
+        inside.errors = {key: BackendError("bad sector") for key in keys(8)}
+        for _ in range(2):
+            await get(adapter, keys(8))
+        assert "bad sector" in str(adapter.trouble)
+        assert await get(adapter, keys(8)) == ["miss"] * 8
