@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Final, TypeVar
-
-import anyio
-import anyio.from_thread
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
 
 from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage, caught
 from l2kit.config import ParsedURL
@@ -18,13 +13,9 @@ from l2kit.errors import ConfigError, L2Error
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit_redis.config import RedisConfig, options_from_url
-from l2kit_redis.connection import Connection
-from l2kit_redis.dialer import Dialer, say_hello
+from l2kit_redis.connection import UNREAD, Connection, Unread
 from l2kit_redis.faults import ProtocolError, ServerError, translate
-from l2kit_redis.pool import ConnectionPool
-from l2kit_redis.stream import Patience
-
-ResultT = TypeVar("ResultT")
+from l2kit_redis.talk import Talk
 
 #: A server's default ``proto-max-bulk-len``.
 _MAX_OBJECT_BYTES: Final = 512 << 20
@@ -61,23 +52,21 @@ class RedisAdapter(L2Adapter[RedisConfig]):
             AuthError: the server does not let us in.
             BackendError: nothing answers there, or what answers is no Redis.
         """
-        self._dialer = Dialer(self.config)
-        self._pool = ConnectionPool(self._dialer)
+        self._talk = Talk(self.config, self.run_in_thread, self.translate_error)
         try:
-            await self.run_in_thread(self._dialer.prepare)
-            await self._converse(say_hello)
+            await self._talk.open()
         except BaseException:
-            self._pool.close()
+            self._talk.close()
             raise
 
     async def close(self) -> None:
         """Close all connections."""
-        self._pool.close()
+        self._talk.close()
 
     async def store_one(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
         """SET."""
         name = self._name(key)
-        await self._converse(lambda connection: connection.set_value(name, data, self._ttl_ms))
+        await self._talk.about(name, lambda connection: connection.set_value(name, data, self._ttl_ms), writes=True)
         return StoreStatus.STORED
 
     async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
@@ -92,36 +81,51 @@ class RedisAdapter(L2Adapter[RedisConfig]):
                     return None
                 raise
 
-        return await self._converse(get)
+        return await self._talk.about(name, get, writes=False)
 
     async def store_many(
         self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
     ) -> list[StoreStatus | Exception]:
         """Pipelined SET."""
-        names = [self._name(key) for key in keys]
-        errors = await self._converse(lambda connection: connection.set_values(names, data, self._ttl_ms))
-        return [error or StoreStatus.STORED for error in errors]
+        values = {self._name(key): parts for key, parts in zip(keys, data, strict=True)}
+
+        def store(connection: Connection, names: Sequence[bytes]) -> Sequence[ServerError | None]:
+            return connection.set_values(names, [values[name] for name in names], self._ttl_ms)
+
+        errors = await self._talk.about_each(list(values), store, writes=True)
+        return [StoreStatus.STORED if error is None else self.translate_error(error) for error in errors]
 
     async def load_many(
         self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
     ) -> list[int | Exception | None]:
         """Pipelined GET into the caller's buffers."""
-        names = [self._name(key) for key in keys]
-        found = await self._converse(lambda connection: connection.get_values(names, into))
-        sizes: list[int | Exception | None] = [None if _is_no_object(answer) else answer for answer in found]
-        rest = slice(len(found), None)
-        sizes += [await caught(self.load_one(*pair)) for pair in zip(keys[rest], into[rest], strict=True)]
+        buffers = {self._name(key): parts for key, parts in zip(keys, into, strict=True)}
+
+        def load(connection: Connection, names: Sequence[bytes]) -> Sequence[int | ServerError | Unread | None]:
+            return connection.get_values(names, [buffers[name] for name in names])
+
+        found = await self._talk.about_each(list(buffers), load, writes=False)
+        sizes: list[int | Exception | None] = []
+        for key, parts, answer in zip(keys, into, found, strict=True):
+            if answer is UNREAD:
+                sizes.append(await caught(self.load_one(key, parts)))
+            elif isinstance(answer, ServerError):
+                sizes.append(None if _is_no_object(answer) else self.translate_error(answer))
+            else:
+                sizes.append(answer)
         return sizes
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Pipelined STRLEN: one round trip for existence and sizes of up to 1,024 keys."""
-        return await self._converse(lambda connection: _sizes(connection, [self._name(key) for key in keys]))
+        return await self._talk.about_each([self._name(key) for key in keys], _sizes, writes=False)
 
     async def delete_one(self, key: ObjectKey) -> bool:
         """UNLINK: the server frees the memory in the background."""
         name = self._name(key)
         # Not repeated on a new connection: the second answer would be "there was none".
-        deleted = await self._converse(lambda connection: connection.call_integer(b"UNLINK", name), idempotent=False)
+        deleted = await self._talk.about(
+            name, lambda connection: connection.call_integer(b"UNLINK", name), writes=True, idempotent=False
+        )
         return deleted > 0
 
     async def iter_keys(self) -> AsyncIterator[KeyInfo]:
@@ -132,20 +136,21 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         """
         pattern = glob_escape(self.config.prefix) + b"*"
         seen: set[bytes] = set()  # SCAN may show a key more than once
-        cursor = b"0"
-        while True:
-            self.check_open()
-            cursor, found = await self._converse(functools.partial(_scan_page, cursor=cursor, pattern=pattern))
-            for name, size in found:
-                key = self._key(name)
-                if key is not None and name not in seen:
-                    seen.add(name)
-                    yield KeyInfo(key, size)
-            if cursor == b"0":
-                return
+        self.check_open()
+        for server in self._talk.servers():
+            cursor = b""
+            while cursor != b"0":
+                self.check_open()
+                scan = functools.partial(_scan_page, cursor=cursor or b"0", pattern=pattern)
+                cursor, found = await self._talk.at(server, scan)
+                for name, size in found:
+                    key = self._key(name)
+                    if key is not None and name not in seen:
+                        seen.add(name)
+                        yield KeyInfo(key, size)
 
     async def usage(self) -> Usage:
-        """What the server says of itself: all its memory in use, and ``maxmemory``.
+        """What the servers say of themselves: all their memory in use, and ``maxmemory``.
 
         Other people's data and the server's own overhead are included, because they count against
         ``maxmemory`` as ours does. How many objects are ours it does not know without a scan, so ``objects``
@@ -155,31 +160,13 @@ class RedisAdapter(L2Adapter[RedisConfig]):
             L2Error: the server failed; ClosedError outside ``async with``.
         """
         self.check_open()
-        return await self._converse(_memory_usage)
+        found = [await self._talk.at(server, _memory_usage) for server in self._talk.servers()]
+        limits = [usage.max_bytes for usage in found if usage.max_bytes is not None]
+        return Usage(sum(usage.used_bytes for usage in found), sum(limits) if len(limits) == len(found) else None)
 
     def translate_error(self, error: Exception) -> L2Error:
         """See `l2kit_redis.faults.translate`."""
         return translate(error, f"{self.name} at {self.config.where}")
-
-    async def _converse(self, conversation: Callable[[Connection], ResultT], *, idempotent: bool = True) -> ResultT:
-        """Run a blocking conversation in a thread of ours, within the batch's deadline.
-
-        Raises:
-            L2Error: it failed.
-        """
-        left_s = anyio.current_effective_deadline() - anyio.current_time()  # two clocks: the loop's and a thread's
-        deadline = time.monotonic() + (left_s if left_s < math.inf else self.config.timeout_s)
-
-        def run() -> ResultT:
-            patience = Patience(deadline, self.config.socket_limit_s, anyio.from_thread.check_cancelled)
-            patience.waited()  # the wait for a thread may have used up all there was
-            return self._pool.converse(conversation, patience, idempotent=idempotent)
-
-        try:
-            await self._dialer.resolve()
-            return await self.run_in_thread(run)
-        except Exception as error:
-            raise self.translate_error(error) from error
 
     @property
     def _ttl_ms(self) -> int | None:

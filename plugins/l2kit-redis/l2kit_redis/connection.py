@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
+from enum import Enum
 from typing import Final
 
 from l2kit_redis.faults import ProtocolError, ServerError
@@ -15,6 +16,15 @@ from l2kit_redis.stream import Patience, Stream
 _MAX_DRAIN_BYTES: Final = 1 << 20
 #: Commands in flight at once: their replies fit into the kernel's buffers, so neither side blocks the other.
 _PIPELINE_COMMANDS: Final = 1024
+
+
+class Unread(Enum):
+    """In place of the length of a value that was not read."""
+
+    UNREAD = "unread"
+
+
+UNREAD: Final = Unread.UNREAD
 
 
 class Connection:
@@ -142,17 +152,17 @@ class Connection:
             errors.append(reply if isinstance(reply, ServerError) else None)
         return errors
 
-    def get_values(self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]) -> list[int | ServerError | None]:
+    def get_values(
+        self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]
+    ) -> list[int | ServerError | Unread | None]:
         """Receive several small values in one pipeline; per key what :meth:`get_value` returns, or the server's error.
 
-        The answer is shorter than ``keys`` when a value was far too long to be received: the rest is lost with it.
+        What comes after a value that was far too long to be received is lost with it: those are UNREAD.
         """
         self._send([pipeline(b"GET", keys)], len(keys))
-        lengths: list[int | ServerError | None] = []
+        lengths: list[int | ServerError | Unread | None] = []
         for parts in into:
-            lengths.append(self._receive_value(parts))
-            if self._cut:
-                break
+            lengths.append(UNREAD if self._cut else self._receive_value(parts))
         return lengths
 
     def abort(self) -> None:
