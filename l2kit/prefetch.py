@@ -42,7 +42,8 @@ class Prefetch:
     """One lookup under way. Thread-safe: engines poll :attr:`done` from their own thread and never wait.
 
     The holder calls :meth:`release` exactly when it no longer needs the objects (also to cancel); every lease is then
-    given back, now or as soon as the work in flight allows.
+    given back, now or as soon as the work in flight allows. One that is dropped without that is a bug of its holder:
+    it is logged, and the leases go back all the same.
 
     Attributes:
         chunks: what was asked for.
@@ -51,8 +52,11 @@ class Prefetch:
         loaded_objects: how many objects were read from L2 tiers for this search.
     """
 
-    def __init__(self, chunks: Sequence[WantedChunk], deadline: float) -> None:
-        """Made by `StorageManager.start_prefetch`."""
+    def __init__(
+        self, chunks: Sequence[WantedChunk], deadline: float, post: Callable[[Callable[[], None]], bool]
+    ) -> None:
+        """Made by `StorageManager.start_prefetch`; ``post`` runs a function on its loop soon, from any thread."""
+        self._post = post
         self.chunks: Final = tuple(chunks)
         self.deadline: Final = deadline
         self.l1_chunks = 0
@@ -112,6 +116,12 @@ class Prefetch:
         if on_release is not None and not self.done:
             on_release()
 
+    def __del__(self) -> None:
+        leases = self._leases
+        if leases:
+            # Whoever's code this interrupts may hold L1's lock: nothing is released here and now.
+            self._post(partial(_release_dropped, leases))
+
     def _finish(self, leases: list[ReadLease]) -> None:
         """Give the answer; the leases go back at once when nobody wants them any more."""
         with self._lock:
@@ -128,6 +138,12 @@ class Prefetch:
     def _bind(self, on_release: Callable[[], object]) -> None:
         with self._lock:
             self._on_release = on_release
+
+
+def _release_dropped(leases: Sequence[ReadLease]) -> None:
+    _log.error("a prefetch was dropped without release(); its %d leases are given back now", len(leases))
+    for lease in leases:
+        lease.release()
 
 
 class PrefetchController:

@@ -163,7 +163,7 @@ class StorageManager:
         """
         opened = self._require_open()
         timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
-        prefetch = Prefetch(chunks, time.monotonic() + timeout_s)
+        prefetch = Prefetch(chunks, time.monotonic() + timeout_s, self._post)
         self.counters.add("prefetches")
         refused = len(self._open_prefetches) >= self.config.max_pending_prefetches
         if refused:

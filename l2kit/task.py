@@ -247,6 +247,7 @@ class TaskRunner:
     async def _work(self, job: Callable[[], Awaitable[None]]) -> None:
         while True:
             await job()
+            del job  # a parked worker must not keep alive what it has done
             parked = _Parked()
             self._parked.append(parked)
             try:
@@ -259,3 +260,4 @@ class TaskRunner:
                 raise
             assert parked.job is not None
             job = parked.job
+            del parked

@@ -52,6 +52,23 @@ STATES: dict[str, Callable[[StorageManager], object]] = {
 }
 
 
+@pytest.mark.parametrize("where", ["l1", "tier"])
+async def test_one_that_is_dropped_gives_its_leases_back_and_is_logged(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with storage("a") as manager:
+        if where == "l1":
+            put_in_l1(manager, key(0))
+        else:
+            await put_in_tier(manager, 0, key(0))
+        prefetch = manager.start_prefetch(wanted(1))
+        await prefetch.wait_async()
+        assert manager.l1.usage().leases == 1
+        del prefetch
+        await until(lambda: manager.l1.usage().leases == 0)
+        assert "dropped without release(); its 1 leases" in caplog.text
+
+
 @pytest.mark.parametrize("state", STATES)
 @BOTH_HANGS
 async def test_release_in_any_state_leaks_nothing(state: str, hang: Hang) -> None:
