@@ -163,10 +163,12 @@ class Registry:
         parsed = parse_url(url)
         in_url, query = options_of(_RESILIENCE, parsed.query)
         given, options = options_of(_RESILIENCE, options)
-        adapter = self._adapter(msgspec.structs.replace(parsed, query=query), name, options)
+        bare_url = msgspec.structs.replace(parsed, query=query)
         if not (unasked or in_url or given):
-            return adapter
-        return resilient(adapter, build(ResilienceConfig, {**in_url, **given}, where=f"{adapter.name}: {_RESILIENCE}"))
+            return self._adapter(bare_url, name, options)
+        where = f"{name or parsed.scheme}: {_RESILIENCE}"
+        config = build(ResilienceConfig, {**in_url, **given}, where=where)
+        return resilient(lambda: self._adapter(bare_url, name, options), config)
 
     def _adapter(self, url: ParsedURL, name: str | None, options: Mapping[str, Any]) -> L2Adapter[Any]:
         outer, _, rest = url.scheme.partition("+")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -27,7 +29,8 @@ ResultT = TypeVar("ResultT")
 
 #: A call that had less time than this before its deadline proves nothing by missing it.
 _FAIR_S: Final = 0.25
-_PROBE_BYTES: Final = 64
+#: What write probes store; one key for all, so that what killed processes leave behind does not add up.
+_PROBE: Final = ObjectKey("l2kit-probe", bytes(16))
 
 _log = logging.getLogger(__name__)
 
@@ -163,16 +166,17 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
                 _log.warning("%s: %ss work again", self.name, side)
 
     async def _probe(self, side: Lane) -> None:
-        """Ask for an object that nobody has, or write one, if there is room for it, and delete it."""
+        """Ask for an object that nobody has, or write one, if there is room for it, and try to delete it."""
         current_lane.set(side)
-        key = ObjectKey("l2kit-probe", os.urandom(16))
-        obj = MemoryObj.wrap(os.urandom(_PROBE_BYTES), Layout.raw(_PROBE_BYTES))
         with anyio.move_on_after(self.config.timeout_s) as scope:
             if side == "read":
-                await self.inner.load_one(key, [memoryview(bytearray(_PROBE_BYTES))])
+                await self.inner.load_one(ObjectKey("l2kit-probe", os.urandom(16)), [memoryview(bytearray(256))])
             else:
-                frame = seal(key, obj, CodecChain(), self.capabilities.alignment)
-                if await self.inner.store_one(key, frame) is StoreStatus.STORED:
-                    await self.inner.delete_one(key)
+                # Of another size than what an earlier probe may have left: adapters may keep what is there already.
+                layout = Layout.raw(random.randrange(64, 4096))
+                obj = MemoryObj.wrap(os.urandom(layout.nbytes), layout)
+                await self.inner.store_one(_PROBE, seal(_PROBE, obj, CodecChain(), self.capabilities.alignment))
+                with suppress(Exception):  # where deleting is not allowed, one object stays: it is always the same
+                    await self.inner.delete_one(_PROBE)
         if scope.cancelled_caught:
             raise BackendTimeoutError(f"{self.name}: no answer to a probe within {self.config.timeout_s:g} s")

@@ -17,6 +17,8 @@ class ResilienceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         enabled: false leaves the adapter bare: its own time-outs are all there is.
+        reopen: whether a tier whose backend cannot be reached at start-up is left out until it can be, rather than keep
+            the engine from starting. Wrong options and credentials are errors either way.
         operation_timeout_s: longest time for one call of the backend, be it one key or one lookup; by default half of
             the tier's ``timeout_s``, so that one key that hangs leaves the rest of its batch some time.
         max_retries: how often one key is tried again after a failure that may pass (connection lost, busy). Time-outs
@@ -35,6 +37,7 @@ class ResilienceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     enabled: bool = True
+    reopen: bool = True
     operation_timeout_s: PositiveSeconds | None = None
     max_retries: Count = 2
     retry_share: Share = 0.1

@@ -69,6 +69,24 @@ async def until(predicate: Callable[[], object], timeout_s: float = 30) -> None:
             await anyio.sleep(0.005)
 
 
+async def test_an_engine_starts_while_its_server_is_down(server: RespServer) -> None:
+    url = f"{server.url()}?key_prefix=outage-{os.urandom(4).hex()}:"
+    server.kill()
+    config: dict[str, Any] = {
+        "tiers": [{"url": url, "name": "shared", "resilience": {"breaker_pause_s": 0.1}}],
+        "l1": {"max_bytes": "4MiB"},
+    }
+    async with l2kit.open_storage(config) as manager:
+        tier = manager.tiers[0]
+        assert "nothing listens there" in str(tier.last_error)
+        await write(manager, 1)
+        assert not await read(manager, 1)
+        server.start()
+        await until(lambda: tier.healthy)
+        await write(manager, 1)
+        assert await read(manager, 1)
+
+
 async def test_the_circuit_opens_half_opens_and_closes(server: RespServer) -> None:
     url = f"{server.url()}?key_prefix=outage-{os.urandom(4).hex()}:"
     options = {"breaker_pause_s": 0.3, "breaker_max_pause_s": 0.3}

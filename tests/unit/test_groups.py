@@ -112,7 +112,7 @@ async def test_too_few_answers_are_a_broken_contract() -> None:
 
 async def test_groups_pass_through_everything_that_makes_a_tier_resilient() -> None:
     inside = make(GroupAdapter, max_concurrency=1)
-    async with resilient(inside, ResilienceConfig()) as adapter:
+    async with resilient(lambda: inside, ResilienceConfig()) as adapter:
         assert isinstance(adapter, BreakerAdapter)
         assert await put(adapter, 8) == ["stored"] * 8
         assert await get(adapter, keys(9)) == ["loaded"] * 8 + ["miss"]

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -34,6 +34,7 @@ from l2kit.resilience import (
     BreakerAdapter,
     ByteBudgetAdapter,
     DeadlineAdapter,
+    ReopeningAdapter,
     ResilienceConfig,
     RetryAdapter,
     resilient,
@@ -398,6 +399,82 @@ async def test_a_lease_is_given_back_through_an_open_circuit() -> None:
         assert not inside._locks
 
 
+async def test_a_backend_that_deletes_nothing_is_not_filled_with_probes() -> None:
+    async with odd_inside(BreakerAdapter, QUICK) as (adapter, inside):
+
+        async def refuse(_: ObjectKey) -> bool:
+            raise BackendError("no permission to delete")
+
+        inside.delete_one = refuse  # type: ignore[method-assign, assignment]
+        for turn in range(3):
+            inside.failing["store"] = BackendError("read-only")
+            for _ in range(8):
+                await put(adapter, key(1))
+            assert adapter.trouble is not None
+            inside.failing.clear()
+            await until(lambda: adapter.trouble is None)
+            assert adapter.counters["circuit.write.opened"] == turn + 1
+        assert len(inside.keys) == 1
+
+
+# --- a backend that is not there ------------------------------------------------------------------------------------
+
+
+class Absent(OddAdapter):
+    """Cannot be opened as often as ``errors`` says."""
+
+    errors: ClassVar[list[Exception]] = []
+
+    async def open(self) -> None:
+        await super().open()
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@asynccontextmanager
+async def reopening(*errors: Exception) -> AsyncIterator[ReopeningAdapter]:
+    Absent.errors[:] = errors
+    options = ResilienceConfig(breaker_pause_s=0.02)
+    async with ReopeningAdapter(lambda: registry(absent=Absent).adapter("absent://"), options) as adapter:
+        yield adapter
+    Absent.errors.clear()
+
+
+async def test_what_is_not_there_yet_is_left_out_and_opened_later(caplog: pytest.LogCaptureFixture) -> None:
+    async with reopening(TransientBackendError("nothing listens"), *[BackendTimeoutError("no answer")] * 3) as adapter:
+        assert adapter.trouble is not None
+        assert await put(adapter, key(0)) == ["dropped"]
+        assert await get(adapter, key(0)) == ["miss"]
+        [found] = await adapter.submit_lookup_and_lock_task([key(0)])
+        assert found.status == "miss"
+        [deleted] = await adapter.submit_delete_task([key(0)])
+        assert isinstance(deleted.error, TransientBackendError)
+        with pytest.raises(TransientBackendError):
+            await adapter.usage()
+        await until(lambda: adapter.trouble is None)
+        assert await put(adapter, key(0)) == ["stored"]
+        assert await get(adapter, key(0)) == ["loaded"]
+        assert (await adapter.usage()).objects == 1
+    assert "is left out until its backend can be opened: nothing listens" in caplog.text
+    assert "the backend is open now" in caplog.text
+
+
+@pytest.mark.parametrize("error", [AuthError("wrong password"), ConfigError("no such directory"), BackendError("no")])
+async def test_what_will_not_pass_keeps_it_from_opening(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        async with reopening(error):
+            pytest.fail("it opened")
+    assert caught.value is error
+
+
+async def test_closing_while_the_backend_is_still_not_there() -> None:
+    with Stopwatch() as watch:
+        async with reopening(*[TransientBackendError("nothing listens")] * 1000) as adapter:
+            await until(lambda: len(Absent.errors) < 998)
+            assert adapter.trouble is not None
+    assert watch.took_s < 5
+
+
 # --- all of them --------------------------------------------------------------------------------------------------
 
 
@@ -435,7 +512,7 @@ class TestResilientMemory(AdapterConformance):
         return "memory://"
 
     def open_adapter(self, url: str, **options: Any) -> L2Adapter[Any]:
-        return resilient(registry().adapter(url, **options), ResilienceConfig())
+        return resilient(lambda: registry().adapter(url, **options), ResilienceConfig())
 
     def raw_read(self, adapter: L2Adapter[Any], key: ObjectKey) -> bytes | None:
         found: bytes | None = innermost(adapter)._objects.get(key)  # type: ignore[attr-defined]
