@@ -22,8 +22,8 @@ NOT_INSTALLED := $(wildcard examples/*) plugins/_template
 PYTEST := .venv/bin/python -m pytest
 VLLM_PYTHON := .venv-vllm/bin/python
 
-.PHONY: help setup check lint types imports test test-unit test-services test-e2e wheels-lane demo bench soak new-plugin clean \
-	redis-server
+.PHONY: help setup check lint types imports test test-unit test-services test-e2e wheels-lane demo bench new-plugin clean \
+	soak redis-server
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
