@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -33,11 +35,34 @@ def no_leaked_threads_or_files() -> Iterator[None]:
         opened = [f"{number} -> {target}" for number, target in (_open_files() - files)]
         return [f"thread {name}" for name in sorted(alive)] + [f"file {name}" for name in sorted(opened)]
 
-    give_up = time.monotonic() + _PATIENCE_S
-    while left() and time.monotonic() < give_up:
-        gc.collect()
-        time.sleep(0.01)
+    _wait_until_gone(left)
     _report(left())
+
+
+@contextmanager
+def no_leaked_temporary_files() -> Iterator[None]:
+    """Give the block a folder of its own for temporary files, and fail when it leaves one there.
+
+    It is what `tempfile` and, by ``TMPDIR``, other libraries and child processes use meanwhile.
+    """
+    python, environment = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="l2kit-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o711)  # other users may pass, as they may through the usual one
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = python
+            if environment is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = environment
+
+        def left() -> list[str]:
+            return [f"temporary file {path.name}" for path in sorted(Path(folder).iterdir())]
+
+        _wait_until_gone(left)
+        _report(left())
 
 
 @asynccontextmanager
@@ -90,6 +115,13 @@ def _open_files() -> set[tuple[int, str]]:
 def _of_test_runner(task: asyncio.Task[Any]) -> bool:
     """True for the tasks in which anyio's pytest plugin runs fixtures and tests."""
     return "TestRunner." in getattr(task.get_coro(), "__qualname__", "")
+
+
+def _wait_until_gone(left: Callable[[], list[str]]) -> None:
+    give_up = time.monotonic() + _PATIENCE_S
+    while left() and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.01)
 
 
 def _report(left: list[str]) -> None:

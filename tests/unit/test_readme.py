@@ -89,13 +89,12 @@ def objects(adapter: Any) -> dict[str, bytes]:
     return held
 
 
-@pytest.mark.slow
-class TestReadmeAdapter(AdapterConformance):
-    """The suite that the README promises, on the adapter that the README shows."""
+README_TESTS = module("test_my_package", README, "class TestDict(AdapterConformance)")
 
-    @pytest.fixture
-    def adapter_url(self) -> str:
-        return "dict://"
+
+@pytest.mark.slow
+class TestReadmeAdapter(README_TESTS.TestDict):  # type: ignore[name-defined]
+    """The suite that the README promises, as the README writes it, on the adapter that the README shows."""
 
     def open_adapter(self, url: str, **options: Any) -> Adapter:
         return REGISTRY.adapter(url, **options)
@@ -166,8 +165,7 @@ async def test_objects_pass_through_the_codec_of_the_page() -> None:
         assert target.tobytes() == data
 
 
-if hasattr(l2kit.testing, "CodecConformance"):
-    TestDeflate = module("test_my_codecs", CODEC_PAGE, "CodecConformance").TestDeflate
+TestDeflate = module("test_my_codecs", CODEC_PAGE, "CodecConformance").TestDeflate
 
 
 # --- write a policy ---------------------------------------------------------------------------------------------------

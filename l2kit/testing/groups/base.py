@@ -7,7 +7,7 @@ import inspect
 import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import anyio.lowlevel
 import pytest
@@ -19,7 +19,7 @@ from l2kit.keys import ObjectKey
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
 from l2kit.outcomes import LoadOutcome, StoreOutcome
-from l2kit.testing.leaks import no_leaked_tasks, no_leaked_threads_or_files
+from l2kit.testing.leaks import no_leaked_tasks, no_leaked_temporary_files, no_leaked_threads_or_files
 
 Adapter = L2Adapter[Any]
 
@@ -32,6 +32,25 @@ class Conformance:
     """Fixtures, hooks and helpers; the tests are in the groups."""
 
     # --- what a plugin's tests override ---------------------------------------------------------------------------
+
+    #: All of it by name. A subclass that defines another name of the suite anew fails it.
+    hooks: ClassVar[frozenset[str]] = frozenset(
+        {
+            "adapter",
+            "adapter_url",
+            "open_adapter",
+            "reopen_url",
+            "raw_read",
+            "raw_write",
+            "raw_unfinished",
+            "raw_time_to_live_s",
+            "close_bound_s",
+            "history_examples",
+            "history_steps",
+            "anyio_backend",
+            "setup_method",
+        }
+    )
 
     @pytest.fixture
     def adapter_url(self) -> str | None:
@@ -65,6 +84,14 @@ class Conformance:
         """Make ``data`` the stored bytes of ``key``, around the adapter. May be a coroutine function."""
         raise NotImplementedError
 
+    def raw_unfinished(self, adapter: Adapter) -> Sequence[str] | Awaitable[Sequence[str]]:
+        """Names of what unfinished stores left in the backend, read around the adapter: temporary files, parts."""
+        raise NotImplementedError
+
+    def raw_time_to_live_s(self, adapter: Adapter, key: ObjectKey) -> float | Awaitable[float]:
+        """How long the server will keep ``key``, read around the adapter; for ``lock="server"``."""
+        raise NotImplementedError
+
     # --- fixtures that stay as they are -----------------------------------------------------------------------------
 
     @pytest.fixture(scope="session")
@@ -74,9 +101,10 @@ class Conformance:
         return "asyncio"
 
     @pytest.fixture(autouse=True)
-    def no_leaks(self) -> Iterator[None]:
-        """No test leaves a thread or a file descriptor behind."""
-        with no_leaked_threads_or_files():
+    def no_leaks(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        """No test leaves a thread, a file descriptor (sockets are among them) or a temporary file behind."""
+        tmp_path_factory.getbasetemp()  # made now, it is none of the test's temporary files
+        with no_leaked_temporary_files(), no_leaked_threads_or_files():
             yield
 
     @pytest.fixture(autouse=True)
@@ -140,6 +168,28 @@ class Conformance:
             else:
                 assert load.nbytes == len(wanted)
                 assert same(target.tobytes(), wanted), "other bytes came back than were stored"
+
+    async def agreed(self, adapter: Adapter, keys: Sequence[ObjectKey], room: int) -> list[bytes | None]:
+        """What each key holds, as lookup and load say alike: in one batch, and key by key in the other order."""
+
+        async def look_up(some: Sequence[ObjectKey]) -> list[bool]:
+            found = await adapter.submit_lookup_and_lock_task(some)
+            await adapter.submit_unlock_task([key for key, outcome in zip(some, found, strict=True) if outcome.hit])
+            return [outcome.hit for outcome in found]
+
+        hits = await look_up(keys)
+        targets = [destination(room) for _ in keys]
+        loads = await adapter.submit_load_task(keys, targets)
+        held: list[bytes | None] = []
+        for key, hit, outcome, target in zip(keys, hits, loads, targets, strict=True):
+            assert hit or outcome.status == "miss", f"lookup misses {key}, load says {outcome}"
+            assert not hit or outcome.loaded, f"lookup finds {key}, load says {outcome}"
+            held.append(target.tobytes()[: outcome.nbytes] if hit else None)
+        for key, data in reversed(list(zip(keys, held, strict=True))):
+            outcome, _ = await self.load(adapter, key, room)
+            assert outcome.status == ("miss" if data is None else "loaded"), (key, outcome)
+            assert await look_up([key]) == [data is not None], f"another answer for {key} when it is asked alone"
+        return held
 
     async def raw(self, adapter: Adapter, key: ObjectKey, data: bytes | None = None) -> bytes:
         """Go around the adapter: write ``data`` if given, and return what is stored then."""

@@ -31,8 +31,9 @@ class BatchTests(Conformance):
         assert lookup.size == stored.nbytes
         await adapter.submit_unlock_task([self.key()])
 
-    async def test_a_second_store_replaces_or_keeps_and_says_which(self, adapter: Adapter) -> None:
-        first, second = content("first", 5000), content("second", 7000)
+    @pytest.mark.parametrize("nbytes", [7000, 5000, 1, 0], ids=["longer", "as long", "shorter", "empty"])
+    async def test_a_second_store_replaces_or_keeps_and_says_which(self, adapter: Adapter, nbytes: int) -> None:
+        first, second = content("first", 5000), content("second", nbytes)
         await self.store(adapter, {self.key(): first})
         [outcome] = await self.store(adapter, {self.key(): second})
         await self.expect(adapter, {self.key(): second if outcome.status == "stored" else first})

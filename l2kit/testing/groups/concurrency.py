@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 
 import anyio
 import pytest
@@ -24,6 +25,7 @@ from l2kit.testing.groups.base import (
 
 _OBJECT_BYTES = 1 << 20
 _MANY = 24
+_LARGEST_LIMIT_BYTES = 64 << 20
 
 #: When to cancel: before the adapter has begun, after some turns of the loop, when the first key is done.
 _MOMENTS = ["at once", "soon", "after the first key"]
@@ -92,6 +94,39 @@ class ConcurrencyTests(Conformance):
         assert outcome.loaded, outcome
         assert received[: outcome.nbytes] in versions
 
+    @pytest.mark.parametrize("failure", ["cancelled", "past its deadline", "late", "too large"])
+    async def test_a_writer_that_fails_leaves_old_or_new(self, adapter: Adapter, failure: str) -> None:
+        """Three writers of one key at the same time; the one in the middle fails."""
+        key, now = self.key(), anyio.current_time()
+        limit = adapter.capabilities.max_object_bytes
+        if failure == "too large" and (limit is None or limit > _LARGEST_LIMIT_BYTES):
+            self.skip("the capability max_object_bytes, of at most 64 MiB")
+        old, new, newest = (content(("version", n), _OBJECT_BYTES // 4 + n) for n in range(3))
+        bad = content("bad", limit if failure == "too large" and limit is not None else _OBJECT_BYTES)
+        await self.store(adapter, {key: old})
+        deadline = {"past its deadline": now - 1, "late": now + 0.001}.get(failure)
+        good = [adapter.submit_store_task([key], [source(new)])]
+        failing = adapter.submit_store_task([key], [source(bad)], deadline=deadline)
+        good.append(adapter.submit_store_task([key], [source(newest)]))
+        if failure == "cancelled":
+            await pass_time(3)
+            failing.cancel()
+        outcomes = [outcome for task in good for outcome in await task]
+        assert [outcome.present for outcome in outcomes] == [True, True], outcomes
+        [outcome] = await failing
+        assert outcome.present or outcome.error, outcome
+        allowed = [data for data, good in zip((new, newest), outcomes, strict=True) if good.status == "stored"]
+        allowed = allowed or [old]
+        if failure in ("cancelled", "late"):  # it may have been done just before
+            allowed.append(bad)
+        else:
+            assert not outcome.present, outcome
+        [held] = await self.agreed(adapter, [key], _OBJECT_BYTES)
+        assert any(held == data for data in allowed), "what a failed writer left is neither old nor new"
+        await adapter.submit_delete_task([key])
+        await self.store(adapter, {key: new})
+        await self.expect(adapter, {key: new})
+
     async def test_deleting_while_reading(self, adapter: Adapter) -> None:
         objects = {key: content(key, _OBJECT_BYTES) for key in self.keys(8)}
         await self.store(adapter, objects)
@@ -145,6 +180,16 @@ class ConcurrencyTests(Conformance):
         await self.store(adapter, objects)
         await self.expect(adapter, objects)
 
+    @pytest.mark.parametrize("moment", _MOMENTS)
+    async def test_a_cancelled_store_leaves_nothing_unfinished(self, adapter: Adapter, moment: str) -> None:
+        assert list(await self._unfinished(adapter)) == []
+        objects = {key: content(key, _OBJECT_BYTES) for key in self.keys(_MANY)}
+        task = adapter.submit_store_task(list(objects), [source(data) for data in objects.values()])
+        await self._reach(moment, task.__aiter__)
+        task.cancel()
+        await task
+        assert list(await self._unfinished(adapter)) == [], "the cancelled store left this in the backend"
+
     async def test_a_waiter_that_is_cancelled_waits_for_the_buffers(self, adapter: Adapter) -> None:
         objects = {key: content(key, _OBJECT_BYTES) for key in self.keys(_MANY)}
         await self.store(adapter, objects)
@@ -176,16 +221,24 @@ class ConcurrencyTests(Conformance):
         assert errors_of(stored) == [BackendTimeoutError] * 5
         await self.expect(adapter, {**objects, **dict.fromkeys(late)})
 
-    async def test_a_deadline_in_mid_transfer(self, adapter: Adapter) -> None:
+    @pytest.mark.parametrize("after_s", [0.002, 0.02])
+    async def test_a_deadline_in_mid_transfer(self, adapter: Adapter, after_s: float) -> None:
         objects = {key: content(key, _OBJECT_BYTES) for key in self.keys(_MANY)}
         await self.store(adapter, objects)
         targets = [destination(_OBJECT_BYTES) for _ in objects]
-        task = adapter.submit_load_task(list(objects), targets, deadline=anyio.current_time() + 0.004)
+        task = adapter.submit_load_task(list(objects), targets, deadline=anyio.current_time() + after_s)
         for outcome, target, data in zip(await task, targets, objects.values(), strict=True):
             assert outcome.loaded or isinstance(outcome.error, BackendTimeoutError), outcome
             if outcome.loaded:
                 assert same(target.tobytes(), data)
         await self.expect(adapter, objects)
+
+    async def _unfinished(self, adapter: Adapter) -> Sequence[str]:
+        try:
+            found = self.raw_unfinished(adapter)
+            return await found if inspect.isawaitable(found) else found
+        except NotImplementedError:
+            self.skip("the hook raw_unfinished, which goes around the adapter")
 
     async def _reach(self, moment: str, iterate: Callable[[], object]) -> None:
         if moment == "soon":

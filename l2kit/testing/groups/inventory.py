@@ -94,6 +94,21 @@ class InventoryTests(Conformance):
             assert outcome.status == "dropped" or isinstance(outcome.error, CapacityError), outcome
             await self.expect(adapter, {self.key(0): content("kept", _OBJECT_BYTES), self.key(1): None})
 
+    async def test_a_writer_without_room_leaves_old_or_new(self, url: str) -> None:
+        async with await self.tiny(url, _LIMIT_BYTES) as adapter:
+            old, new = content("old", _OBJECT_BYTES), content("new", _OBJECT_BYTES)
+            await self.store(adapter, {self.key(): old})
+            too_large = content("too large", _LIMIT_BYTES)
+            tasks = [
+                adapter.submit_store_task([self.key()], [source(data)]) for data in (new, too_large, new, too_large)
+            ]
+            outcomes = [outcome for task in tasks for outcome in await task]
+            for good, bad in (outcomes[:2], outcomes[2:]):
+                assert good.present, good
+                assert bad.status == "dropped" or isinstance(bad.error, CapacityError), bad
+            [held] = await self.agreed(adapter, [self.key()], _OBJECT_BYTES)
+            assert same(held, new if any(outcome.status == "stored" for outcome in outcomes) else old)
+
     async def test_an_owned_lock_survives_eviction(self, url: str) -> None:
         async with await self.tiny(url, _LIMIT_BYTES) as adapter:
             if adapter.capabilities.lock != "owned" or not adapter.capabilities.evicts:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from l2kit.testing.groups.base import Adapter, Conformance, content, same
 
 
@@ -65,6 +67,16 @@ class LockTests(Conformance):
         await adapter.submit_unlock_task([self.key()])
         await self.expect(adapter, {self.key(): content("second", 200)})
 
+    async def test_a_server_lock_extends_the_time_to_live(self, adapter: Adapter) -> None:
+        if adapter.capabilities.lock != "server":
+            self.skip(f"the capability lock='server' (it is {adapter.capabilities.lock!r})")
+        await self.store(adapter, {self.key(): content("leased", 100)})
+        before = await self._time_to_live_s(adapter)
+        await adapter.submit_lookup_and_lock_task([self.key()])
+        assert await self._time_to_live_s(adapter) > before, "the lookup's lease did not extend the time to live"
+        await adapter.submit_unlock_task([self.key()])
+        await self.expect(adapter, {self.key(): content("leased", 100)})
+
     async def test_closing_releases_every_lease(self, url: str) -> None:
         async with self.open_adapter(url) as adapter:
             await self.store(adapter, {key: content(key, 5000) for key in self.keys(20)})
@@ -72,6 +84,13 @@ class LockTests(Conformance):
             await adapter.submit_lookup_and_lock_task(self.keys(5))
             assert adapter.held_leases == 25
         assert adapter.held_leases == 0
+
+    async def _time_to_live_s(self, adapter: Adapter) -> float:
+        try:
+            left = self.raw_time_to_live_s(adapter, self.key())
+            return await left if inspect.isawaitable(left) else left
+        except NotImplementedError:
+            self.skip("the hook raw_time_to_live_s, which goes around the adapter")
 
     def _needs_owned_locks(self, adapter: Adapter) -> None:
         if adapter.capabilities.lock != "owned":

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
 from l2kit.errors import CapacityError, ConfigError
@@ -78,6 +80,22 @@ class RoundTripTests(Conformance):
         assert outcome.loaded, outcome
         edge = bytes([UNTOUCHED]) * offset
         assert same(received, edge + data + edge), "bytes around the destination were written to"
+
+    async def test_read_only_sources(self, adapter: Adapter) -> None:
+        data = content("read-only", 70 * _KIB)
+        mapped = mmap.mmap(-1, len(data))
+        mapped[:] = data
+        gather: list[memoryview] = split(data, 1, 40_000)
+        sources = [
+            MemoryObj.wrap(data, Layout.raw(len(data))),
+            MemoryObj.wrap(memoryview(bytearray(data)).toreadonly(), Layout.raw(len(data))),
+            MemoryObj.wrap(memoryview(mapped).toreadonly(), Layout.raw(len(data))),
+            MemoryObj.wrap(gather, Layout.raw(len(data))),
+        ]
+        assert all(each.read_only for each in sources)
+        outcomes = await adapter.submit_store_task(self.keys(4), sources)
+        assert [outcome.status for outcome in outcomes] == ["stored"] * 4
+        await self.expect(adapter, dict.fromkeys(self.keys(4), data))
 
     async def test_a_store_leaves_its_source_as_it_was(self, adapter: Adapter) -> None:
         data = content("source", 2 * _MIB)

@@ -24,6 +24,10 @@ class TestFile(AdapterConformance):
     def raw_write(self, adapter: Adapter, key: ObjectKey, data: bytes) -> None:
         self._path(adapter, key).write_bytes(data)
 
+    def raw_unfinished(self, adapter: Adapter) -> list[str]:
+        staged = Path(adapter.config.path, "staging").rglob("*")
+        return [str(path) for path in staged if path.is_file() and path.name != "lock"]
+
     def _path(self, adapter: Adapter, key: ObjectKey) -> Path:
         return Path(object_path(f"{adapter.config.path}/objects", key))
 
