@@ -59,7 +59,7 @@ def test_configuration_is_checked_before_any_thread_starts() -> None:
     ("tier", "error"),
     [
         ("odd://?broken=true", BackendError),
-        ({"url": "odd://?slow_to_open_s=30", "open_timeout_s": 0.1}, BackendTimeoutError),
+        ({"url": "odd://?slow_to_open_s=30&resilience.reopen=false", "open_timeout_s": 0.1}, BackendTimeoutError),
     ],
 )
 def test_an_open_that_fails_leaves_no_thread(tier: Any, error: type[Exception]) -> None:
