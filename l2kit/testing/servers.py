@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NoReturn
@@ -40,7 +40,7 @@ Reply = bytes | int | list["Reply"] | None
 
 _START_TIMEOUT_S: Final = 15.0
 #: Characters that a URL must quote: an adapter that mishandles them cannot log in.
-_PASSWORD: Final = "p@ss word/:%41?#"  # noqa: S105 - of servers that live for a test
+TEST_PASSWORD: Final = "p@ss word/:%41?#"  # noqa: S105 - of servers that live for a test
 _IMAGES: Final[dict[Flavor, str]] = {"redis": "redis:7.4.11-alpine", "valkey": "valkey/valkey:9.1.1-alpine"}
 
 
@@ -127,8 +127,12 @@ class RespServer(ABC):
             credentials = f"{quote(self.username or '', safe='')}:{quote(self.password, safe='')}@"
         return f"{scheme or self.flavor}://{credentials}{self.host}:{self.port}{path}"
 
-    def command(self, *words: str | bytes | int) -> Reply:
+    def command(self, *words: str | bytes | int, before: Sequence[str] = ()) -> Reply:
         """Run one command on a connection of its own and return the reply: for checks around an adapter.
+
+        Args:
+            words: the command.
+            before: another one that is sent first on the same connection.
 
         Raises:
             ServerError: the server answered with an error.
@@ -140,8 +144,18 @@ class RespServer(ABC):
                 login = [self.username] if self.username else []
                 connection.sendall(_encode("AUTH", *login, self.password))
                 _read_reply(replies)
+            if before:
+                connection.sendall(_encode(*before))
+                _read_reply(replies)
             connection.sendall(_encode(*words))
             return _read_reply(replies)
+
+    def info(self, section: str = "everything") -> dict[str, str]:
+        """What the server says of itself: INFO, CLUSTER INFO for ``section`` "cluster info"."""
+        reply = self.command(*(section.split() if " " in section else ("INFO", section)))
+        assert isinstance(reply, bytes)
+        lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
+        return {name: value for name, colon, value in lines if colon}
 
     def ping(self) -> bool:
         """True when the server answers and is ready to serve."""
@@ -150,39 +164,43 @@ class RespServer(ABC):
         except (OSError, ServerError):
             return False
 
+    def delete_all(self, prefix: str) -> None:
+        """Remove every key under ``prefix``, which holds no glob characters."""
+        cursor = b"0"
+        while True:
+            match self.command("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", 1000):
+                case [bytes() as cursor, list() as names]:
+                    for name in names:
+                        assert isinstance(name, bytes)
+                        self.command("UNLINK", name)
+                case reply:
+                    raise AssertionError(reply)
+            if cursor == b"0":
+                return
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.flavor} at {self.host}:{self.port})"
 
 
-class LocalServer(RespServer):
-    """A server process of ours, from a local binary."""
+class LocalProcess(RespServer):
+    """A process of ours, from a local binary.
 
-    def __init__(self, flavor: Flavor, binary: Path, folder: Path, options: Mapping[str, str]) -> None:
-        """``options`` are command-line options without their dashes, e.g. ``{"maxmemory": "64mb"}``."""
-        super().__init__(
-            flavor,
-            "127.0.0.1",
-            free_port(),
-            password=_PASSWORD,
-            unix_socket=folder / "server.sock",
-        )
-        settings = {
-            "bind": self.host,
-            "port": str(self.port),
-            "unixsocket": str(self.unix_socket),
-            "unixsocketperm": "700",
-            "requirepass": str(self.password),
-            "dir": str(folder),
-            "save": "",
-            "appendonly": "no",
-            **options,
-        }
-        self._command = [
-            str(binary),
-            *(word for name, value in settings.items() for word in (f"--{name}", value)),
-        ]
-        self._log = folder / "server.log"
+    Attributes:
+        folder: its data and its log.
+    """
+
+    def __init__(
+        self, flavor: Flavor, folder: Path, port: int, *, password: str | None, unix_socket: Path | None = None
+    ) -> None:
+        """Describe it; :meth:`command_line` says what to run."""
+        super().__init__(flavor, "127.0.0.1", port, password=password, unix_socket=unix_socket)
+        self.folder: Final = folder
+        self._log: Final = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def command_line(self) -> list[str]:
+        """The program and its arguments."""
 
     def start(self) -> None:
         """Start the process and wait until it answers.
@@ -192,7 +210,7 @@ class LocalServer(RespServer):
         """
         assert self._process is None, "the server runs already"
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self.command_line(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         process = self._process
         try:
             wait_until(lambda: process.poll() is not None or self.ping(), f"the start of {self!r}")
@@ -222,6 +240,11 @@ class LocalServer(RespServer):
         assert self._process is not None, "the server is stopped"
         self._process.send_signal(signal.SIGCONT)
 
+    @property
+    def runs(self) -> bool:
+        """True between `start` and `stop` or `kill`."""
+        return self._process is not None
+
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
             return
@@ -235,12 +258,36 @@ class LocalServer(RespServer):
             process.wait()
 
 
+class LocalServer(LocalProcess):
+    """A server process of ours, from a local binary."""
+
+    def __init__(self, flavor: Flavor, binary: Path, folder: Path, options: Mapping[str, str]) -> None:
+        """``options`` are command-line options without their dashes, e.g. ``{"maxmemory": "64mb"}``."""
+        super().__init__(flavor, folder, free_port(), password=TEST_PASSWORD, unix_socket=folder / "server.sock")
+        settings = {
+            "bind": self.host,
+            "port": str(self.port),
+            "unixsocket": str(self.unix_socket),
+            "unixsocketperm": "700",
+            "requirepass": str(self.password),
+            "dir": str(folder),
+            "save": "",
+            "appendonly": "no",
+            **options,
+        }
+        self._command = [str(binary), *_command_line(settings)]
+
+    def command_line(self) -> list[str]:
+        """The binary with all options."""
+        return self._command
+
+
 class ContainerServer(RespServer):
     """A server in a Docker container, through ``testcontainers``."""
 
     def __init__(self, flavor: Flavor, options: Mapping[str, str]) -> None:
         """``options`` as for `LocalServer`."""
-        super().__init__(flavor, "127.0.0.1", free_port(), password=_PASSWORD)
+        super().__init__(flavor, "127.0.0.1", free_port(), password=TEST_PASSWORD)
         settings = {"requirepass": str(self.password), "save": "", "appendonly": "no", **options}
         image = importlib.import_module("testcontainers.core.container").DockerContainer(_IMAGES[flavor])
         self._started = False
@@ -361,6 +408,25 @@ def find_binary(flavor: Flavor) -> Path | None:
     system, machine = platform.system().lower(), platform.machine().lower().replace("amd64", "x86_64")
     inside = Path(package.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server"
     return inside if os.access(inside, os.X_OK) else None
+
+
+def required_binary(flavor: Flavor) -> Path:
+    """The server program of ``flavor``; without one the test is skipped, or fails where it is required."""
+    binary = find_binary(flavor)
+    if binary is None:
+        unavailable(flavor, f"several servers at once need a local binary, and there is no {flavor}-server")
+    return binary
+
+
+@contextmanager
+def run_local(flavor: Flavor, options: Mapping[str, str]) -> Iterator[LocalServer]:
+    """Run a local server that is part of something larger; ``options`` as for `LocalServer`."""
+    with tempfile.TemporaryDirectory(prefix="l2kit-") as folder:
+        server = _start_local(flavor, required_binary(flavor), Path(folder), options)
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 def free_port() -> int:

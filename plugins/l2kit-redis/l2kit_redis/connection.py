@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
-from enum import Enum
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 from l2kit_redis.faults import ProtocolError, ServerError
-from l2kit_redis.resp import Reply, ReplyReader, pipeline, request, value_request
+from l2kit_redis.resp import Reply, ReplyReader, pipeline, request
 from l2kit_redis.stream import Patience, Stream
 
 #: The end of a value that is longer than its destination is read and thrown away up to here; beyond it a new
@@ -18,45 +17,72 @@ _MAX_DRAIN_BYTES: Final = 1 << 20
 _PIPELINE_COMMANDS: Final = 1024
 
 
-class Unread(Enum):
-    """In place of the length of a value that was not read."""
+class Traffic(NamedTuple):
+    """What one conversation moved."""
 
-    UNREAD = "unread"
-
-
-UNREAD: Final = Unread.UNREAD
+    round_trips: int
+    sent_bytes: int
+    received_bytes: int
 
 
 class Connection:
     """A RESP2 conversation: what is sent next, a command or a pipeline, waits for all replies to the last.
 
     One thread at a time, except for :meth:`abort`.
+
+    Attributes:
+        closed: True once it is.
+        compares_expiry: False once the server has said that it does not know ``PEXPIRE … GT`` (before Redis 7).
+        watching: True between WATCH and what ends it; such a connection is not used again.
     """
 
-    __slots__ = ("_cut", "_outstanding", "_replies", "_stream")
+    __slots__ = (
+        "_cut",
+        "_outstanding",
+        "_replies",
+        "_round_trips",
+        "_stream",
+        "closed",
+        "compares_expiry",
+        "watching",
+    )
 
     def __init__(self, stream: Stream) -> None:
         """Take ownership of ``stream``."""
         self._stream = stream
         self._replies = ReplyReader(stream)
         self._outstanding = 0
+        self._round_trips = 0
         self._cut = False  # a reply was left unread in the middle
+        self.closed = False
+        self.compares_expiry = True
+        self.watching = False
 
     @property
     def settled(self) -> bool:
         """True when every reply was taken to its last byte, and nothing else came. Only then use it again."""
-        return self._outstanding == 0 and self._replies.empty
+        return self._outstanding == 0 and self._replies.empty and not self.watching
 
     @property
     def answered(self) -> bool:
         """True when anything was received since :meth:`begin`."""
         return self._stream.received > 0
 
+    @property
+    def is_cut(self) -> bool:
+        """True when a reply was left unread in the middle: what was asked after it has no answer."""
+        return self._cut
+
+    @property
+    def traffic(self) -> Traffic:
+        """What moved since :meth:`begin`."""
+        return Traffic(self._round_trips, self._stream.sent, self._stream.received)
+
     def begin(self, patience: Patience) -> None:
         """Start a conversation that may take as long as ``patience`` allows."""
         patience.moved()
         self._stream.patience = patience
-        self._stream.received = 0
+        self._stream.received = self._stream.sent = self._round_trips = 0
 
     def is_alive(self) -> bool:
         """False when the server has closed the connection, or said something that nobody asked for."""
@@ -68,8 +94,8 @@ class Connection:
         Raises:
             ServerError: the server answered with an error.
         """
-        self._send([request(*words)], 1)
-        return self._take_reply()
+        self.send([request(*words)], 1)
+        return self.take_reply()
 
     def call_integer(self, *words: bytes) -> int:
         """As :meth:`call`, for commands that are answered with a number."""
@@ -91,9 +117,8 @@ class Connection:
         Raises:
             ServerError: the server refused it.
         """
-        self._send([request(*words)], 1)
-        reply = self._replies.reply()
-        self._outstanding -= 1
+        self.send([request(*words)], 1)
+        reply = self._take()
         if isinstance(reply, ServerError):
             raise ServerError(str(reply), secret=True)
         if reply != b"OK":
@@ -104,88 +129,109 @@ class Connection:
         answers: list[int | ServerError] = []
         for start in range(0, len(keys), _PIPELINE_COMMANDS):
             part = keys[start : start + _PIPELINE_COMMANDS]
-            self._send([pipeline(command, part)], len(part))
-            answers += self._replies.integers(len(part))
-            self._outstanding -= len(part)
+            self.send([pipeline(command, part)], len(part))
+            answers += self.take_integers(len(part))
         return answers
 
-    def set_value(self, key: bytes, data: Sequence[memoryview], ttl_ms: int | None) -> None:
-        """Write a value from where it lies in memory.
+    def call_each(self, commands: Iterable[Sequence[bytes]]) -> list[int | ServerError]:
+        """Send small commands that are answered with integers, in pipelines; the integers, or errors, in order."""
+        answers: list[int | ServerError] = []
+        requests = [request(*words) for words in commands]
+        for start in range(0, len(requests), _PIPELINE_COMMANDS):
+            part = requests[start : start + _PIPELINE_COMMANDS]
+            self.send([b"".join(part)], len(part))
+            answers += self.take_integers(len(part))
+        return answers
+
+    # --- for conversations that pipeline: see `l2kit_redis.values` ---------------------------------------------------
+
+    def send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
+        """Send what will have so many replies: small commands, one with a value, or transactions."""
+        self._send(buffers, replies)
+
+    def take_reply(self) -> Reply:
+        """Take the next reply.
 
         Raises:
-            ServerError: the server answered with an error; the old value is still there, if there was one.
+            ServerError: it is an error.
         """
-        expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms is not None else ()
-        front, back = value_request((b"SET", key), sum(map(len, data)), expiry)
-        self._send([front, *data, back], 1)
-        if self._take_reply() != b"OK":
-            raise ProtocolError("SET was not answered with OK")
+        return self._take_reply()
 
-    def get_value(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+    def take_status(self, command: str) -> ServerError | None:
+        """Take the reply to a command that says OK; an error is returned."""
+        reply = self._take()
+        if isinstance(reply, ServerError):
+            return reply
+        if reply != b"OK":
+            raise ProtocolError(f"{command} was not answered with OK")
+        return None
+
+    def take_integers(self, count: int) -> list[int | ServerError]:
+        """Take replies that are integers or errors."""
+        taken = self._replies.integers(count)
+        self._outstanding -= count
+        return taken
+
+    def take_strings(self, count: int) -> list[bytes | ServerError | None]:
+        """Take replies that are short strings, errors or nothing."""
+        taken = self._replies.strings(count)
+        self._outstanding -= count
+        return taken
+
+    def take_expected(self, replies: bytes, count: int) -> bool:
+        """Take these ``count`` replies if they are what comes next."""
+        if not self._replies.literal(replies):
+            return False
+        self._outstanding -= count
+        return True
+
+    def take_list(self, replies: bytes, count: int, items: int) -> list[Reply] | None:
+        """Take these ``count`` replies, if they come next, of which the last is a list of so many items that follow."""
+        if not self._replies.literal(replies):
+            return None
+        found = [self._replies.reply() for _ in range(items)]
+        self._outstanding -= count
+        return found
+
+    def take_transaction(self, commands: int) -> list[Reply] | ServerError | None:
+        """Take the replies to MULTI, ``commands`` and EXEC: what EXEC gave, or the first error there was."""
+        replies: list[Reply] = []
+        failure: ServerError | None = None  # later ones only say that there was one
+        for _ in range(commands + 2):
+            try:
+                replies.append(reply := self._take())
+            except ConnectionError:
+                if failure is None:
+                    raise
+                break  # it was the reason to hang up
+            if isinstance(reply, ServerError):
+                failure = failure or reply
+        if failure is not None:
+            return failure
+        if replies[0] != b"OK" or replies[1:-1] != [b"QUEUED"] * commands:
+            raise ProtocolError("a transaction was not answered like one")
+        done = replies[-1]
+        if done is None:  # a watched key has changed
+            return None
+        if not isinstance(done, list) or len(done) != commands:
+            raise ProtocolError("EXEC was not answered with a list")
+        return done
+
+    def receive_value(self, into: Sequence[memoryview], *, length_of_head: int = 0) -> int | bytes | ServerError | None:
         """Receive a value into ``into``, as much as fits, and return its full length; None for no value.
 
-        Raises:
-            ServerError: the server answered with an error.
+        One of exactly ``length_of_head`` bytes is returned, and ``into`` left alone. After a value that was far too
+        long to be received, the connection is cut: what was asked after it is lost.
         """
-        self._send([request(b"GET", key)], 1)
-        length = self._receive_value(into)
-        if isinstance(length, ServerError):
-            raise length
-        return length
-
-    def set_values(
-        self, keys: Sequence[bytes], data: Sequence[Sequence[memoryview]], ttl_ms: int | None
-    ) -> list[ServerError | None]:
-        """Write several small values in one pipeline; per key the server's error, or None."""
-        expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms is not None else ()
-        buffers: list[bytes | memoryview] = []
-        for key, parts in zip(keys, data, strict=True):
-            front, back = value_request((b"SET", key), sum(map(len, parts)), expiry)
-            buffers += [front, *parts, back]
-        self._send(buffers, len(keys))
-        errors: list[ServerError | None] = []
-        for _ in keys:
-            reply = self._replies.reply()
-            self._outstanding -= 1
-            if not isinstance(reply, ServerError) and reply != b"OK":
-                raise ProtocolError("SET was not answered with OK")
-            errors.append(reply if isinstance(reply, ServerError) else None)
-        return errors
-
-    def get_values(
-        self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]
-    ) -> list[int | ServerError | Unread | None]:
-        """Receive several small values in one pipeline; per key what :meth:`get_value` returns, or the server's error.
-
-        What comes after a value that was far too long to be received is lost with it: those are UNREAD.
-        """
-        self._send([pipeline(b"GET", keys)], len(keys))
-        lengths: list[int | ServerError | Unread | None] = []
-        for parts in into:
-            lengths.append(UNREAD if self._cut else self._receive_value(parts))
-        return lengths
-
-    def abort(self) -> None:
-        """Make the conversation in progress fail at once. From any thread."""
-        self._stream.abort()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._stream.close()
-
-    def _send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
-        self._outstanding += replies
-        try:
-            self._stream.send(buffers)
-        except ConnectionError:
-            self._raise_last_words()
-            raise
-
-    def _receive_value(self, into: Sequence[memoryview]) -> int | ServerError | None:
         length = self._replies.value_length()
         if length is None or isinstance(length, ServerError):
             self._outstanding -= 1
             return length
+        if length == length_of_head:
+            head = bytearray(length)
+            self._replies.value([memoryview(head)], length)
+            self._outstanding -= 1
+            return bytes(head)
         beyond = length - sum(map(len, into))
         if beyond > _MAX_DRAIN_BYTES:
             self._replies.value_part(into)
@@ -195,20 +241,43 @@ class Connection:
         self._outstanding -= 1
         return length
 
+    def abort(self) -> None:
+        """Make the conversation in progress fail at once. From any thread."""
+        self._stream.abort()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.closed = True
+        self._stream.close()
+
+    def _send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
+        self._round_trips += 1
+        self._outstanding += replies
+        try:
+            self._stream.send(buffers)
+        except ConnectionError:
+            self._raise_last_words()
+            raise
+
     def _take_reply(self) -> Reply:
-        reply = self._replies.reply()
-        self._outstanding -= 1
+        reply = self._take()
         if isinstance(reply, ServerError):
             raise reply
+        return reply
+
+    def _take(self) -> Reply:
+        reply = self._replies.reply()
+        self._outstanding -= 1
         return reply
 
     def _raise_last_words(self) -> None:
         """Raise why the server hung up in the middle of a request, if it has said so and that can be read."""
         try:
-            reply = self._replies.reply()
+            for _ in range(min(self._outstanding, 4)):  # before it come answers to the beginning of a transaction
+                reply = self._replies.reply()
+                if isinstance(reply, ServerError):
+                    raise reply from None
         except ssl.SSLError as alert:
             raise alert from None
         except (OSError, ProtocolError):
             return
-        if isinstance(reply, ServerError):
-            raise reply from None

@@ -1,34 +1,34 @@
-"""New connections: name resolution, TCP, Unix socket or TLS, credentials, database."""
+"""New connections to a server: name resolution, TCP, Unix socket or TLS, credentials, database."""
 
 from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Final
 
 import anyio
 
 from l2kit.errors import ConfigError
-from l2kit_redis.config import DEFAULT_HOST, RedisConfig
+from l2kit_redis.config import RedisConfig
 from l2kit_redis.connection import Connection
+from l2kit_redis.credentials import Credentials
+from l2kit_redis.endpoint import Endpoint
 from l2kit_redis.faults import ProtocolError, ServerError
+from l2kit_redis.redirected import RedirectedConnection
 from l2kit_redis.stream import Address, Patience, Stream, connect, start_tls
 
 
-class Dialer:
-    """Makes connections to the one server of a configuration.
+class Access:
+    """What it takes to be let in by servers of one kind; shared by all their dialers."""
 
-    Attributes:
-        addresses: where the server was found; replaced as a whole on the loop, read by dialling threads.
-        outdated: True when a connection was lost since; set by any thread, heeded by :meth:`resolve`.
-    """
-
-    def __init__(self, config: RedisConfig) -> None:
-        """No I/O yet: :meth:`prepare`, then :meth:`resolve`, then :meth:`dial`."""
+    def __init__(self, config: RedisConfig, credentials: Credentials, *, tls: bool, db: int = 0) -> None:
+        """No I/O yet: :meth:`prepare`, then :meth:`secure` and :meth:`log_in` for each connection."""
         self._config: Final = config
-        self._tls: ssl.SSLContext | None = None
-        self.addresses: tuple[Address, ...] = ()
-        self.outdated = True
+        self._credentials: Final = credentials
+        self._tls: Final = tls
+        self._db: Final = db
+        self._context: ssl.SSLContext | None = None
 
     def prepare(self) -> None:
         """Read certificates and check that the password can be read. Blocks on files.
@@ -36,9 +36,64 @@ class Dialer:
         Raises:
             ConfigError: names the option whose file is wrong.
         """
-        self._config.read_password()
-        if self._config.tls:
-            self._tls = _tls_context(self._config)
+        self._credentials.read_password()
+        if self._tls:
+            self._context = _tls_context(self._config)
+
+    def secure(self, connected: socket.socket, host: str, patience: Patience) -> socket.socket:
+        """Put TLS on a connected socket, if that is configured, and check that the certificate is for ``host``.
+
+        Raises:
+            OSError: the peer and we do not agree.
+        """
+        if self._context is None:
+            return connected
+        return start_tls(connected, self._context, self._config.server_name or host, patience)
+
+    def log_in(self, connection: Connection, endpoint: Endpoint) -> None:
+        """Send credentials and choose the database, as far as they are configured.
+
+        Raises:
+            ConfigError: the server has no such database, or the password cannot be read.
+            ServerError: it does not let us in.
+        """
+        password = self._credentials.read_password()
+        if password is not None:
+            username = self._credentials.username
+            user = () if username is None else (username.encode(),)
+            connection.log_in(b"AUTH", *user, password.reveal().encode())
+        if self._db:
+            try:
+                connection.call(b"SELECT", b"%d" % self._db)
+            except ServerError as error:
+                if error.code == "ERR":
+                    raise ConfigError(f"db: the server at {endpoint} has no database {self._db} ({error})") from error
+                raise
+
+
+class Dialer:
+    """Makes connections to one server.
+
+    Attributes:
+        endpoint: the server.
+        addresses: where it was found; replaced as a whole on the loop, read by dialling threads.
+        outdated: True when a connection was lost since; set by any thread, heeded by :meth:`resolve`.
+    """
+
+    def __init__(
+        self,
+        config: RedisConfig,
+        access: Access,
+        endpoint: Endpoint,
+        greet: Callable[[Connection], None] | None = None,
+    ) -> None:
+        """No I/O yet: :meth:`resolve`, then :meth:`dial`. ``greet`` is said on each connection after logging in."""
+        self._config: Final = config
+        self._access: Final = access
+        self._greet: Final = greet
+        self.endpoint: Final = endpoint
+        self.addresses: tuple[Address, ...] = ()
+        self.outdated = True
 
     async def resolve(self) -> None:
         """Look the server up, if that is due. A cancelled look-up's thread may go on: it touches no buffer.
@@ -58,7 +113,7 @@ class Dialer:
             # The old addresses may still be good, while the name server is not.
 
     def dial(self, patience: Patience) -> Connection:
-        """Make a connection that is logged in and in the right database. Blocks.
+        """Make a connection that is logged in, in the right database, and greeted. Blocks.
 
         Raises:
             ConfigError: the server has no such database, or the password cannot be read.
@@ -74,10 +129,12 @@ class Dialer:
             except OSError as error:
                 failure = error
                 continue
-            connection = Connection(stream)
+            connection = RedirectedConnection(stream)
             try:
                 connection.begin(patience)
-                self._log_in(connection)
+                self._access.log_in(connection, self.endpoint)
+                if self._greet is not None:
+                    self._greet(connection)
             except BaseException:
                 connection.close()
                 raise
@@ -85,10 +142,9 @@ class Dialer:
         raise failure
 
     async def _look_up(self) -> tuple[Address, ...]:
-        path = self._config.path
-        if path is not None:
-            return (Address(socket.AF_UNIX, path),)
-        host, port = self._config.host or DEFAULT_HOST, self._config.tcp_port
+        host, port = self.endpoint
+        if not port:
+            return (Address(socket.AF_UNIX, host),)
         try:  # an address in digits needs no thread and no name server
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
             return tuple(Address(family, target) for family, _, _, _, target in found)
@@ -101,25 +157,7 @@ class Dialer:
 
     def _reach(self, address: Address, patience: Patience) -> Stream:
         connected = connect(address, patience)
-        if self._tls is not None:
-            name = self._config.server_name or self._config.host or DEFAULT_HOST
-            connected = start_tls(connected, self._tls, name, patience)
-        return Stream(connected, patience)
-
-    def _log_in(self, connection: Connection) -> None:
-        password = self._config.read_password()
-        if password is not None:
-            user = () if self._config.username is None else (self._config.username.encode(),)
-            connection.log_in(b"AUTH", *user, password.reveal().encode())
-        if self._config.db:
-            try:
-                connection.call(b"SELECT", b"%d" % self._config.db)
-            except ServerError as error:
-                if error.code == "ERR":
-                    raise ConfigError(
-                        f"db: the server at {self._config.where} has no database {self._config.db} ({error})"
-                    ) from error
-                raise
+        return Stream(self._access.secure(connected, self.endpoint.host, patience), patience)
 
 
 def say_hello(connection: Connection) -> None:

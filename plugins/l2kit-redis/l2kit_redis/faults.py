@@ -19,7 +19,7 @@ from l2kit.errors import (
 
 _CODE: Final = re.compile(r"[A-Z][A-Z0-9]{1,31}\Z")
 _MAX_SHOWN_CHARS: Final = 200
-_CLUSTER: Final = "the server belongs to a cluster, which l2kit-redis does not support yet"
+_CLUSTER: Final = "the server belongs to a cluster; use redis+cluster://, which asks the node that has the key"
 
 #: What an error code means for a caller, and what people can do about it.
 _MEANINGS: Final[dict[str, tuple[type[L2Error], str]]] = {
@@ -32,12 +32,19 @@ _MEANINGS: Final[dict[str, tuple[type[L2Error], str]]] = {
     "LOADING": (TransientBackendError, "the server is still loading its data; try again when it is done"),
     "MASTERDOWN": (TransientBackendError, "the server is a replica that lost its primary"),
     "NOREPLICAS": (TransientBackendError, "the server has too few replicas to take writes"),
-    "READONLY": (BackendError, "the server is a read-only replica; give host and port of the primary"),
+    "READONLY": (
+        BackendError,
+        "the server is a read-only replica; give host and port of the primary, or use redis+sentinel://",
+    ),
     "MISCONF": (BackendError, "the server takes no writes because it cannot save to disk; see its log"),
     "MOVED": (BackendError, _CLUSTER),
     "ASK": (BackendError, _CLUSTER),
-    "CLUSTERDOWN": (BackendError, _CLUSTER),
-    "CROSSSLOT": (BackendError, _CLUSTER),
+    "CLUSTERDOWN": (
+        TransientBackendError,
+        "the cluster does not serve this key now: a primary is down or a slot has none; see CLUSTER INFO",
+    ),
+    "TRYAGAIN": (TransientBackendError, "the key is on its way from one server to another; try again"),
+    "CROSSSLOT": (BackendError, "the server belongs to a cluster, and the command names keys of several nodes"),
 }
 
 #: Meanings that only the text tells, because the code is a plain ERR.
@@ -68,6 +75,7 @@ class ServerError(Exception):
         code: its first word, ``ERR`` where that is no code.
         meaning: the error of l2kit's tree that it amounts to, and an explanation.
         reconnect: True when the connection should not be used again.
+        node: which of several servers said it; None where there is only one.
     """
 
     def __init__(self, reply: str, *, secret: bool = False) -> None:
@@ -79,6 +87,7 @@ class ServerError(Exception):
         self.meaning: Final = meanings[0] if meanings else _MEANINGS.get(self.code, fallback)
         self.reconnect: Final = self.code in _RECONNECT_CODES or any(text in reply for text in _RECONNECT_TEXTS)
         shown = "".join(char if char.isprintable() else "?" for char in reply[:_MAX_SHOWN_CHARS])
+        self.node: str | None = None
         super().__init__(self.code if secret else shown)
 
 
@@ -90,6 +99,30 @@ class ConnectionLostError(ConnectionError):
     """The peer closed the connection."""
 
 
+class NotPrimaryError(ConnectionError):
+    """The server is not, or no longer, the primary that it was taken for."""
+
+
+class NodeError(Exception):
+    """What went wrong at one of several servers.
+
+    Attributes:
+        node: which one.
+        error: what went wrong.
+    """
+
+    def __init__(self, node: str, error: Exception) -> None:
+        super().__init__(f"{node}: {type(error).__name__}")
+        self.node: Final = node
+        self.error: Final = error
+
+
+def had_no_effect(error: Exception) -> bool:
+    """True when what was asked has certainly not been done: the server refused it, or there was no connection."""
+    unconnected = ConnectionRefusedError | FileNotFoundError | NotPrimaryError | socket.gaierror
+    return isinstance(error, ServerError | unconnected)
+
+
 def translate(error: Exception, where: str) -> L2Error:
     """Turn any exception of this package into the error tree.
 
@@ -99,9 +132,13 @@ def translate(error: Exception, where: str) -> L2Error:
     """
     if isinstance(error, L2Error):
         return error
+    if isinstance(error, NodeError):
+        return translate(error.error, f"{where}, node {error.node}")
     if isinstance(error, ServerError):
         kind, explanation = error.meaning
-        return kind(f"{where}: {explanation} ({error})")
+        return kind(f"{where}{f', node {error.node}' if error.node else ''}: {explanation} ({error})")
+    if isinstance(error, NotPrimaryError):
+        return TransientBackendError(f"{where}: {error}; try again when the failover is over")
     if isinstance(error, ProtocolError):
         return BackendError(
             f"{where}: the answer is not the Redis protocol ({error}); check host and port, "

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from l2kit.errors import ClosedError
 from l2kit_redis.connection import Connection
 from l2kit_redis.dialer import Dialer
+from l2kit_redis.endpoint import Endpoint
 from l2kit_redis.faults import ServerError
 from l2kit_redis.stream import Patience
 
@@ -23,16 +24,26 @@ class ConnectionPool:
     - The most recently used one is lent first, after a look whether the server has closed it meanwhile.
     - There are never more connections than threads that converse.
 
-    ``_idle``, ``_busy`` and ``_closed`` are shared under ``_lock``, which is never held across I/O.
+    ``_idle``, ``_busy``, ``_closed`` and ``_retired`` are shared under ``_lock``, which is never held across I/O.
     """
 
     def __init__(self, dialer: Dialer) -> None:
-        """Connections come from ``dialer``."""
+        """Connections to one server come from ``dialer``."""
         self._dialer: Final = dialer
         self._lock: Final = threading.Lock()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
+        self._retired = False
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server at the other end."""
+        return self._dialer.endpoint
+
+    async def resolve(self) -> None:
+        """Look the server up, if that is due; on the loop, before each :meth:`converse`. See `Dialer.resolve`."""
+        await self._dialer.resolve()
 
     def converse(
         self, conversation: Callable[[Connection], ResultT], patience: Patience, *, idempotent: bool = True
@@ -63,6 +74,12 @@ class ConnectionPool:
         self._close_idle()
         for connection in busy:  # their threads close them
             connection.abort()
+
+    def retire(self) -> None:
+        """Keep no connection from now on. Conversations go on, each on a connection that is closed afterwards."""
+        with self._lock:
+            self._retired = True
+        self._close_idle()
 
     def _use(
         self, connection: Connection, conversation: Callable[[Connection], ResultT], patience: Patience
@@ -117,7 +134,7 @@ class ConnectionPool:
     def _give_back(self, connection: Connection, *, keep: bool) -> None:
         with self._lock:
             self._busy.discard(connection)
-            if keep and not self._closed:
+            if keep and not (self._closed or self._retired):
                 self._idle.append(connection)
                 return
         connection.close()

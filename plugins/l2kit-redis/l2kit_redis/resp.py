@@ -12,6 +12,7 @@ from typing import Final
 
 from l2kit_redis.faults import ProtocolError, ServerError
 from l2kit_redis.stream import Stream
+from l2kit_redis.stripes import first
 
 Reply = bytes | int | None | ServerError | list["Reply"]
 
@@ -20,6 +21,7 @@ _MAX_REPLY_BYTES: Final = 16 << 20
 _MAX_REPLY_ITEMS: Final = 1 << 17
 _MAX_DEPTH: Final = 4
 _MAX_DIGITS: Final = 20
+_STRING: Final = ord("$")
 #: What a first read for a value takes along; the part that is payload is copied once, so it is kept small.
 _VALUE_FIRST_READ_BYTES: Final = 512
 
@@ -29,10 +31,11 @@ def request(*words: bytes) -> bytes:
     return b"*%d\r\n%b" % (len(words), b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words]))
 
 
-def pipeline(command: bytes, keys: Sequence[bytes]) -> bytes:
-    """The same command for each key, one after the other."""
-    head = b"*2\r\n$%d\r\n%b\r\n" % (len(command), command)
-    return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(key), key) for key in keys])
+def pipeline(command: bytes, keys: Sequence[bytes], *rest: bytes) -> bytes:
+    """The same command for each key, one after the other, with the same words ``rest`` behind the key."""
+    head = b"*%d\r\n$%d\r\n%b\r\n" % (2 + len(rest), len(command), command)
+    tail = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in rest])
+    return b"".join([b"%b$%d\r\n%b\r\n%b" % (head, len(key), key, tail) for key in keys])
 
 
 def value_request(before: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()) -> tuple[bytes, bytes]:
@@ -93,6 +96,35 @@ class ReplyReader:
                     raise ProtocolError(f"{line[:1]!r} in place of an integer")
         return taken
 
+    def strings(self, count: int) -> list[bytes | ServerError | None]:
+        """Take ``count`` replies that are short strings, errors or nothing; fast for many."""
+        taken: list[bytes | ServerError | None] = []
+        while len(taken) < count:
+            stop = self._bytes.find(b"\r\n", self._start, self._end)
+            if stop > 0 and self._bytes[self._start] == _STRING:
+                digits = bytes(self._buffer[self._start + 1 : stop])
+                end = stop + 2 + int(digits) if digits.isdigit() and len(digits) <= _MAX_DIGITS else self._end
+                if end + 2 <= self._end and self._bytes.startswith(b"\r\n", end):
+                    taken.append(bytes(self._buffer[stop + 2 : end]))
+                    self._start = end + 2
+                    continue
+            reply = self.reply()  # cut off by the end of the buffer, or no string
+            if not isinstance(reply, bytes | ServerError | None):
+                raise ProtocolError("no string where one was due")
+            taken.append(reply)
+        return taken
+
+    def literal(self, expected: bytes) -> bool:
+        """Take ``expected``, which is one or more complete replies, if that is what comes next."""
+        while (held := self._end - self._start) < len(expected):
+            if not expected.startswith(self._bytes[self._start : self._end]):
+                return False
+            self._fill(_BUFFER_BYTES - held)
+        if not self._bytes.startswith(expected, self._start, self._end):
+            return False
+        self._start += len(expected)
+        return True
+
     def value_length(self) -> int | ServerError | None:
         """Take the head of a value's reply: its length, None for no value; :meth:`value` takes the rest."""
         if self.empty:
@@ -107,7 +139,7 @@ class ReplyReader:
     def value(self, into: Sequence[memoryview], length: int) -> None:
         """Take a value of ``length`` bytes, which ``into`` can hold, and the end of its reply."""
         trailer = memoryview(bytearray(2))
-        self.value_part([*_first(into, length), trailer])
+        self.value_part([*first(into, length), trailer])
         if bytes(trailer) != b"\r\n":
             raise ProtocolError("a value that does not end where it should")
 
@@ -163,12 +195,3 @@ def _length(digits: bytes, limit: int | None) -> int | None:
     if length < 0 or (limit is not None and length > limit):
         raise ProtocolError(f"a length of {length}")
     return length
-
-
-def _first(into: Sequence[memoryview], length: int) -> list[memoryview]:
-    """The first ``length`` bytes of a scatter/gather list."""
-    parts: list[memoryview] = []
-    for segment in into:
-        parts.append(segment[:length])
-        length -= len(parts[-1])
-    return parts

@@ -84,10 +84,10 @@ class Stream:
 
     Attributes:
         patience: of the conversation in progress; set before each.
-        received: bytes that arrived since it was last set to 0.
+        received, sent: bytes that arrived and left since it was last set to 0.
     """
 
-    __slots__ = ("_poll", "_socket", "_tls", "patience", "received")
+    __slots__ = ("_poll", "_socket", "_tls", "patience", "received", "sent")
 
     def __init__(self, connected: socket.socket, patience: Patience) -> None:
         """Take ownership of ``connected``, whose time-out is one slice."""
@@ -96,7 +96,7 @@ class Stream:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self.patience = patience
-        self.received = 0
+        self.received = self.sent = 0
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> None:
         """Send all of ``buffers``, which are only read, straight from where they are."""
@@ -112,6 +112,7 @@ class Stream:
                 continue
             except _TLS_ENDS as error:
                 raise ConnectionLostError("the server closed it") from error
+            self.sent += sent
             _advance(left, sent)
             self.patience.moved()
 

@@ -11,6 +11,8 @@ import l2kit
 from l2kit.errors import ConfigError
 from l2kit_redis import RedisConfig
 
+pytestmark = pytest.mark.anyio
+
 SECRET = "xyzzy-open-sesame"
 
 
@@ -58,6 +60,36 @@ def test_tls_comes_from_the_scheme_or_an_option() -> None:
     assert config_of("valkey://h?tls=true&verify=false").tls
 
 
+def test_a_cluster_url() -> None:
+    config = config_of(f"redis+cluster://ann:{SECRET}@a.example:7000?hosts=b.example:7001,c.example")
+    assert (config.mode, config.tls, config.db) == ("cluster", False, 0)
+    assert config.where == "a.example:7000,b.example:7001,c.example:6379"
+    assert config_of("rediss+cluster://h").tls
+    assert config_of("valkey+cluster://h/0").endpoints == (("h", 6379),)
+    assert config_of("redis://h?mode=cluster").mode == "cluster"
+    assert config_of("redis+cluster://", hosts=["[::1]:7000", "b"]).where == "[::1]:7000,b:6379"
+    assert config_of("redis+cluster://").where == "localhost:6379"
+
+
+def test_a_sentinel_url() -> None:
+    config = config_of(f"redis+sentinel://:{SECRET}@a/cache/3?hosts=b:7000&sentinel_password=s&read_from=replica")
+    assert (config.mode, config.service_name, config.db) == ("sentinel", "cache", 3)
+    assert config.where == "cache of a:26379,b:7000"
+    assert config.sentinel_credentials.password is not None
+    assert config_of("valkey+sentinel://h").service_name == "mymaster"
+    assert config_of("rediss+sentinel://h?sentinel_tls=false").tls
+
+
+async def test_options_for_sentinels_need_some() -> None:
+    for option in ("sentinel_username", "sentinel_password", "sentinel_password_env"):
+        options = {"sentinel_password": SECRET, option: SECRET}
+        if option == "sentinel_password_env":
+            del options["sentinel_password"]
+        with pytest.raises(ConfigError, match=r"redis\+sentinel://") as caught:
+            await l2kit.open_adapter("redis://h", **options).__aenter__()
+        assert SECRET not in str(caught.value)
+
+
 def test_the_secret_is_not_shown() -> None:
     for url in (f"redis://:{SECRET}@h", f"redis://h?password={SECRET}"):
         adapter = l2kit.open_adapter(url)
@@ -89,6 +121,24 @@ def test_the_secret_is_not_shown() -> None:
         ("rediss://h?tls=false", "tls"),
         ("rediss://h?client_key_file=/key.pem", "client_key_file"),
         ("redis://ann@h", "username"),
+        ("redis+cluster://h/3", "db"),
+        ("redis+cluster://h?db=3", "db"),
+        ("redis+cluster://h/name", "db"),
+        ("redis+cluster://a,b:7000", "hosts"),
+        ("redis+cluster://h?hosts=b:x", "hosts"),
+        ("redis+cluster://h?hosts=u@b", "hosts"),
+        ("redis+cluster://h?path=/redis.sock", "path"),
+        ("redis+cluster://h?service=cache", "service"),
+        ("redis://h?hosts=b", "hosts"),
+        ("redis://h?service=cache", "service"),
+        ("redis://h?read_from=replica", "read_from"),
+        ("redis+cluster://h?read_from=any", "read_from"),
+        ("redis://h?mode=clusters", "mode"),
+        ("redis+cluster://h?mode=server", "mode"),
+        ("redis+sentinel://h/cache/x", "db"),
+        ("redis+sentinel://h/cache?service=other", "service"),
+        ("redis+sentinel://h?sentinel_username=ann", "sentinel_username"),
+        (f"redis+sentinel://h?sentinel_password={SECRET}&sentinel_password_env=X", "sentinel_password"),
         (f"redis://:{SECRET}@h?password_env=X", "password"),
         ("redis://h?password_env=X&password_file=/x", "password_env"),
         ("redis://h?key_prefix=" + "x" * 257, "key_prefix"),

@@ -22,8 +22,8 @@ ALLOWED_BYTES = 8 * MIB
 
 
 @contextmanager
-def little_memory() -> Iterator[None]:
-    """Fail when the block allocates more than `ALLOWED_BYTES` at once."""
+def little_memory(allowed_bytes: int = ALLOWED_BYTES) -> Iterator[None]:
+    """Fail when the block allocates more than ``allowed_bytes`` at once."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -31,7 +31,7 @@ def little_memory() -> Iterator[None]:
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < ALLOWED_BYTES, f"{peak_bytes / MIB:.1f} MiB were allocated"
+    assert peak_bytes < allowed_bytes, f"{peak_bytes / MIB:.1f} MiB were allocated"
 
 
 def filled(nbytes: int) -> MemoryObj:
@@ -63,6 +63,26 @@ async def test_no_copy_is_made_of_a_payload(redis_server: RespServer, prefix: st
         for source, target in zip(sources, targets, strict=True):
             assert target.tobytes() == source.tobytes()
         await adapter.submit_delete_task(keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stripe_bytes", [1 << 20, 4 << 20])
+async def test_a_gibibyte_of_large_objects(redis_server: RespServer, prefix: str, stripe_bytes: int) -> None:
+    """Stored and loaded two at a time, from and into the same memory, so that the test itself needs little."""
+    sources = [filled(OBJECT_BYTES) for _ in range(2)]
+    targets = [filled(OBJECT_BYTES) for _ in range(2)]
+    async with l2kit.open_adapter(
+        redis_server.url(), key_prefix=prefix, timeout_s=60, stripe_bytes=stripe_bytes
+    ) as adapter:
+        with little_memory(16 * MIB):
+            for _ in range(16):
+                keys = [ObjectKey("memory", os.urandom(16)) for _ in sources]
+                assert all(outcome.present for outcome in await adapter.submit_store_task(keys, sources))
+                assert all(outcome.loaded for outcome in await adapter.submit_load_task(keys, targets))
+                await adapter.submit_delete_task(keys)
+        assert adapter.counters["stripes_read"] == 32 * (OBJECT_BYTES // stripe_bytes + 1)
+    for source, target in zip(sources, targets, strict=True):
+        assert target.tobytes() == source.tobytes()
 
 
 @pytest.mark.slow

@@ -315,6 +315,43 @@ async def test_after_cancelled_loads_every_answer_is_its_own(proxy: Proxy, url: 
         assert all(target.tobytes() == then for target, then in buffers), "a buffer was written to later"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stripe_bytes", [1024, 1 << 20], ids=["in stripes", "whole"])
+async def test_500_cancelled_loads(proxy: Proxy, url: str, stripe_bytes: int) -> None:
+    """Of objects of two sizes, alone and in groups, between lookups: every later answer is its own."""
+    rounds, sizes = 500, [9000 + 2000 * (number % 2) for number in range(12)]
+    keys = [key(number) for number in range(14)]
+    async with open_redis(url, max_concurrency=3, stripe_bytes=stripe_bytes) as adapter:
+        for number, nbytes in enumerate(sizes):
+            await store(adapter, number, nbytes=nbytes)
+        proxy.delay_s, proxy.piece_bytes = 0.0005, 700
+        dice = random.Random(2)
+        buffers: list[tuple[MemoryObj, bytes]] = []
+        cancelled = 0
+        for _ in range(rounds):
+            numbers = [dice.randrange(12) for _ in range(dice.choice((1, 3, 9)))]
+            targets = [blank(sizes[number]) for number in numbers]
+            task = adapter.submit_load_task([keys[number] for number in numbers], targets)
+            lookup = adapter.submit_lookup_and_lock_task(keys)
+            await anyio.sleep(dice.uniform(0, 0.015))
+            task.cancel()
+            if dice.random() < 0.5:
+                lookup.cancel()
+            for number, outcome, target in zip(numbers, await task, targets, strict=True):
+                cancelled += not outcome.loaded
+                buffers.append((target, target.tobytes()))
+                if outcome.loaded:
+                    assert target.tobytes() == content(number, sizes[number])
+            found = await lookup
+            for number, seen in enumerate(found):
+                assert seen.error or seen.size == (sizes[number] + 256 if number < 12 else 0)
+        assert cancelled > rounds / 2
+        proxy.heal()
+        for number, nbytes in enumerate(sizes):
+            await expect(adapter, number, nbytes=nbytes)
+        assert all(target.tobytes() == then for target, then in buffers), "a buffer was written to later"
+
+
 async def test_cancelling_while_the_server_hangs_ends_at_once(proxy: Proxy, url: str) -> None:
     async with open_redis(url) as adapter:
         await store(adapter, 1)

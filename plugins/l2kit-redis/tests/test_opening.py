@@ -128,8 +128,10 @@ async def test_the_password_may_come_from_elsewhere(
 
 async def test_an_acl_user_with_the_documented_rights_can_do_everything(redis_server: RespServer, prefix: str) -> None:
     name = f"user-{os.urandom(4).hex()}"
-    commands = ["+ping", "+select", "+get", "+set", "+strlen", "+unlink", "+scan", "+info"]
-    redis_server.command("ACL", "SETUSER", name, "on", f">{SECRET}", f"~{prefix}*", "-@all", *commands)
+    commands = "+ping +select +get +set +strlen +getrange +unlink +multi +exec +watch +unwatch +persist +pexpire +pttl"
+    redis_server.command(
+        "ACL", "SETUSER", name, "on", f">{SECRET}", f"~{prefix}*", "-@all", *commands.split(), "+scan", "+info"
+    )
     try:
         where = f"redis://{name}:{SECRET}@{redis_server.host}:{redis_server.port}/0?key_prefix={prefix}"
         async with l2kit.open_adapter(where, db=1) as adapter:

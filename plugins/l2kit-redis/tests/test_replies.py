@@ -116,9 +116,10 @@ ERRORS = [
     ("-ERR max number of clients reached", BackendBusyError, "maxclients"),
     ("-READONLY You can't write against a read only replica.", BackendError, "replica"),
     ("-MISCONF Redis is configured to save RDB snapshots", BackendError, "MISCONF"),
-    ("-MOVED 3999 127.0.0.1:6381", BackendError, "cluster"),
-    ("-ASK 3999 127.0.0.1:6381", BackendError, "cluster"),
-    ("-CLUSTERDOWN The cluster is down", BackendError, "cluster"),
+    ("-MOVED 3999 127.0.0.1:6381", BackendError, "redis+cluster://"),
+    ("-ASK 3999 127.0.0.1:6381", BackendError, "redis+cluster://"),
+    ("-CLUSTERDOWN The cluster is down", TransientBackendError, "CLUSTER INFO"),
+    ("-TRYAGAIN Multiple keys request during rehashing of slot", TransientBackendError, "try again"),
     ("-ERR Protocol error: invalid bulk length", CapacityError, "proto-max-bulk-len"),
     ("-ERR something new", BackendError, "something new"),
     ("-", BackendError, ""),
@@ -130,7 +131,7 @@ ERRORS = [
 )
 async def test_each_error_reply_has_its_meaning(script: Script, reply: str, kind: type, word: str) -> None:
     async with l2kit.open_adapter(script.url()) as adapter:
-        for command in (b"GET", b"SET", b"STRLEN", b"UNLINK", b"INFO", b"SCAN"):
+        for command in (b"GET", b"SET", b"STRLEN", b"GETRANGE", b"UNLINK", b"INFO", b"SCAN", b"MULTI", b"EXEC"):
             script.replies[command] = reply.encode() + b"\r\n"
         [loaded] = await adapter.submit_load_task([KEY], [blank()])
         [stored] = await adapter.submit_store_task([KEY], [source()])
@@ -256,7 +257,7 @@ async def test_a_server_that_echoes_the_password_does_not_make_us_show_it(
 async def test_a_kept_connection_that_breaks_is_replaced_for_what_can_be_repeated(script: Script) -> None:
     """A delete is not repeated: its second answer would be that there was nothing."""
     async with l2kit.open_adapter(script.url()) as adapter:
-        script.replies.update({b"GET": None, b"UNLINK": None})
+        script.replies.update({b"GET": None, b"MULTI": None})
         [outcome] = await adapter.submit_load_task([KEY], [blank()])
         assert type(outcome.error) is TransientBackendError
         assert script.connections == 2, "the kept one and one more"

@@ -99,6 +99,50 @@ async def test_a_kill_in_the_middle_of_traffic(own_server: RespServer) -> None:
             assert all(outcome.present for outcome in await adapter.submit_store_task(keys, sources))
 
 
+@pytest.mark.slow
+async def test_a_kill_in_the_middle_of_200_stores_and_loads(own_server: RespServer) -> None:
+    """Half of the objects in stripes; the server is back after 2 s. The client is not touched."""
+    timeout_s, sizes = 1.5, [3000 if number % 2 else 200_000 for number in range(40)]
+    contents = [os.urandom(nbytes) for nbytes in sizes]
+    outcomes: list[Any] = []
+    slowest_s = 0.0
+
+    async with l2kit.open_adapter(own_server.url(), timeout_s=timeout_s, stripe_bytes=16 << 10) as adapter:
+
+        async def use(number: int) -> None:
+            nonlocal slowest_s
+            started = anyio.current_time()
+            if number % 3 == 0:
+                task: Any = adapter.submit_store_task([key(number % 40)], [source(contents[number % 40])])
+                [outcome] = await task
+            else:
+                target = blank(sizes[number % 40])
+                [outcome] = await adapter.submit_load_task([key(number % 40)], [target])
+                assert not outcome.loaded or target.tobytes() == contents[number % 40], "wrong bytes"
+            slowest_s = max(slowest_s, anyio.current_time() - started)
+            outcomes.append(outcome)
+
+        keys = [key(number) for number in range(40)]
+        assert all(o.present for o in await adapter.submit_store_task(keys, [source(data) for data in contents]))
+        async with anyio.create_task_group() as group:
+            for number in range(200):
+                group.start_soon(use, number)
+                if number == 100:
+                    await anyio.to_thread.run_sync(own_server.kill)
+                await anyio.sleep(0.002)
+            await anyio.sleep(2)
+            await anyio.to_thread.run_sync(own_server.start)
+        assert len(outcomes) == 200
+        assert slowest_s < timeout_s + SLACK_S
+        failed = [outcome for outcome in outcomes if outcome.error]
+        assert failed
+        assert all(isinstance(outcome.error, BackendError) for outcome in failed)
+        assert all(o.present for o in await adapter.submit_store_task(keys, [source(data) for data in contents]))
+        targets = [blank(nbytes) for nbytes in sizes]
+        assert all(outcome.loaded for outcome in await adapter.submit_load_task(keys, targets))
+        assert [target.tobytes() for target in targets] == contents
+
+
 async def _first(task: Any) -> Any:
     async for item in task:
         yield item
@@ -141,9 +185,11 @@ async def test_a_full_server_is_a_capacity_error() -> None:
 async def test_a_value_above_the_servers_limit_is_a_capacity_error() -> None:
     with run_server("redis", proto_max_bulk_len="1mb") as server:
         async with l2kit.open_adapter(server.url()) as adapter:
-            [outcome] = await adapter.submit_store_task([key(1)], [source(bytes(8 << 20))])
+            [outcome] = await adapter.submit_store_task([key(1)], [source(bytes(3 << 19))])
             assert isinstance(outcome.error, CapacityError), outcome
             assert "proto-max-bulk-len" in str(outcome.error)
+            [outcome] = await adapter.submit_store_task([key(1)], [source(bytes(8 << 20))])
+            assert outcome.present, "stripes are short enough"
             [outcome] = await adapter.submit_store_task([key(1)], [source(bytes(1 << 19))])
             assert outcome.present
 
@@ -224,15 +270,16 @@ async def test_foreign_keys_under_the_prefix_are_left_alone(redis_server: RespSe
 
 
 async def test_objects_expire(redis_server: RespServer, url: str, prefix: str) -> None:
-    async with l2kit.open_adapter(url, ttl_s=0.4) as adapter:
+    async with l2kit.open_adapter(url, ttl_s=0.4, refresh_ttl=False) as adapter:
         await adapter.submit_store_task([key(1)], [source(b"short-lived")])
         left_ms = redis_server.command("PTTL", prefix + key(1).encode())
         assert isinstance(left_ms, int)
         assert 0 < left_ms <= 400
         assert (await adapter.submit_load_task([key(1)], [blank(11)]))[0].loaded
         with anyio.fail_after(5):
-            while (await adapter.submit_lookup_and_lock_task([key(1)]))[0].hit:  # noqa: ASYNC110
+            while redis_server.command("EXISTS", prefix + key(1).encode()):  # noqa: ASYNC110
                 await anyio.sleep(0.02)
+        assert not (await adapter.submit_lookup_and_lock_task([key(1)]))[0].hit
         assert (await adapter.submit_load_task([key(1)], [blank(11)]))[0].status is LoadStatus.MISS
 
 
