@@ -22,9 +22,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from l2kit.batches import Batches, Lane, current_lane, for_each
+from l2kit.batches import INLINE_CPU_BYTES, Batches, Lane, current_lane, for_each
 from l2kit.config import AdapterConfig, ParsedURL
 from l2kit.errors import BackendError, BackendTimeoutError, ClosedError, ConfigError, L2Error, first_error
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
@@ -55,8 +56,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         evicts: the backend removes objects by itself to stay within a limit.
         alignment: payloads start at a multiple of this many bytes in the stored object.
         max_object_bytes: largest stored object, envelope included; None for no limit.
-        group_keys: how many small objects one `store_many` or `load_many` call takes, where a call costs more than the
-            transfer of a small object (a thread, a round trip); 1 where they gain nothing together.
+        group_keys: how many objects one `store_many` or `load_many` call takes, where each call costs something of its
+            own (a thread, a round trip); 1 where nothing is gained: then these hooks are not called.
     """
 
     persistent: bool
@@ -182,25 +183,23 @@ class L2Adapter(ABC, Generic[ConfigT]):
         rest untouched).
         """
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
-        """Write several small objects, at most ``capabilities.group_keys``; per key what :meth:`store_one` would say.
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
+        """Write several objects, at most ``capabilities.group_keys``; per item what :meth:`store_one` would say.
 
-        An exception in the answer is that key's failure, one that is raised is the failure of all. By default one
-        :meth:`store_one` after the other.
+        - ``item.data()`` is CPU-bound: call it in the thread that writes.
+        - An exception in the answer is that key's failure, one that is raised is the failure of all.
+        - By default one :meth:`store_one` after the other.
         """
-        return [await caught(self.store_one(key, parts)) for key, parts in zip(keys, data, strict=True)]
+        return [await caught(self._store_item(item)) for item in items]
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
-        """Read several small objects, at most ``capabilities.group_keys``; per key what :meth:`load_one` would say.
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
+        """Read several objects, at most ``capabilities.group_keys``; per item what :meth:`load_one` would say.
 
-        An exception in the answer is that key's failure, one that is raised is the failure of all. By default one
-        :meth:`load_one` after the other.
+        - ``item.verify(size)`` may be called in the thread that has read; the framework does it otherwise.
+        - An exception in the answer is that key's failure, one that is raised is the failure of all.
+        - By default one :meth:`load_one` after the other.
         """
-        return [await caught(self.load_one(key, parts)) for key, parts in zip(keys, into, strict=True)]
+        return [await caught(self.load_one(item.key, item.into)) for item in items]
 
     @abstractmethod
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
@@ -282,6 +281,10 @@ class L2Adapter(ABC, Generic[ConfigT]):
     async def for_each(self, items: Sequence[ItemT], work: Callable[[ItemT], Awaitable[None]]) -> None:
         """Run ``work`` for each item, ``config.max_concurrency`` at once, without a task per item."""
         await for_each(items, work, max_concurrency=self.config.max_concurrency)
+
+    async def _store_item(self, item: StoreItem) -> StoreStatus:
+        data = item.data() if item.nbytes <= INLINE_CPU_BYTES else await self.run_in_thread(item.data)
+        return await self.store_one(item.key, data)
 
     # --- the public contract ----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Kept apart from the contract in `adapter.py`; nothing here is public.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -19,12 +20,11 @@ from l2kit.errors import (
     AdapterContractError,
     BackendError,
     BackendTimeoutError,
-    CapacityError,
     CorruptObjectError,
     L2Error,
     first_error,
 )
-from l2kit.framing import LoadFrame, seal
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.memory import MemoryObj
 from l2kit.outcomes import (
@@ -49,9 +49,11 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 #: Below this, hashing on the loop (about 30 µs) costs less than the way to a thread and back.
-_INLINE_CPU_BYTES: Final = 1 << 20
-#: Small objects that go to the backend in one call have so many bytes together.
-_GROUP_BYTES: Final = 1 << 20
+INLINE_CPU_BYTES: Final = 1 << 20
+#: Objects that go to the backend in one call have so many bytes together; a larger one goes alone.
+_GROUP_BYTES: Final = 4 << 20
+#: Above this an object waits for its backend more than for the interpreter.
+_WORTH_A_WORKER_S: Final = 0.5e-3
 
 #: Which of an adapter's threads the running batch uses: writes that are stuck must not keep readers waiting.
 Lane = Literal["read", "write"]
@@ -74,6 +76,7 @@ class Batches:
         self.leases: Counter[ObjectKey] = Counter()
         self.counters = counters
         self.quarantine = Quarantine()
+        self._object_s: dict[Lane, float] = {"read": 0.0, "write": 0.0}  # what an object takes in a group, on average
 
     def submit(
         self,
@@ -122,18 +125,16 @@ class Batches:
         outcomes: dict[ObjectKey, StoreOutcome] = {}
 
         async def store_group(group: Sequence[int]) -> None:
-            frames: dict[int, list[memoryview]] = {}
+            items: dict[int, StoreItem] = {}
             for index in group:
                 try:
-                    frames[index] = await self._seal(keys[index], objects[index])
+                    if self.quarantine.is_damaged(keys[index]):  # an adapter that keeps what is present would keep it
+                        await adapter.delete_one(keys[index])
+                    items[index] = StoreItem(keys[index], objects[index], adapter)
                 except Exception as error:
                     finish(index, StoreOutcome.failed(self._translate(error)))
-            answers: Sequence[object] = await self._answers(
-                frames,
-                lambda index: adapter.store_one(keys[index], frames[index]),
-                lambda: adapter.store_many([keys[index] for index in frames], list(frames.values())),
-            )
-            for index, answer in zip(frames, answers, strict=True):
+            answers: Sequence[object] = await self._answers(items.values(), self._store_one, adapter.store_many)
+            for (index, item), answer in zip(items.items(), answers, strict=True):
                 if not isinstance(answer, StoreStatus):
                     if not isinstance(answer, Exception):  # a forgotten return must not look like anything else
                         answer = AdapterContractError(f"{adapter.name}: a store returned {answer!r}, no StoreStatus")
@@ -142,7 +143,7 @@ class Batches:
                 stored = answer is StoreStatus.STORED
                 if stored:
                     self.quarantine.discard(keys[index])
-                finish(index, StoreOutcome(answer, sum(map(len, frames[index])) if stored else 0))
+                finish(index, StoreOutcome(answer, item.stored_bytes if stored else 0))
 
         def finish(index: int, outcome: StoreOutcome) -> None:
             outcomes[keys[index]] = outcome
@@ -161,43 +162,36 @@ class Batches:
         sizes: dict[ObjectKey, int | None] = dict.fromkeys(distinct)
         if asked:
             sizes.update(zip(asked, await self._adapter.acquire_many(asked), strict=True))
-        seen: set[ObjectKey] = set()
-        for index, key in enumerate(keys):
-            size = sizes[key]
-            if size is None:
-                outcome = LookupOutcome(LookupStatus.MISS)
-            elif size < 0:
+        for size in sizes.values():
+            if size is not None and size < 0:
                 raise BackendError(f"{self._adapter.name}: lookup answered a size of {size} bytes")
-            else:
-                outcome = LookupOutcome(LookupStatus.HIT, size)
-                if key not in seen:  # a key given twice is locked once; its second unlock is a miss
-                    self.leases[key] += 1
-            seen.add(key)
-            self.counters[f"lookup.{outcome.status}"] += 1
-            task.complete(index, outcome)
+        # A key given twice is locked once; its second unlock is a miss.
+        self.leases.update(key for key, size in sizes.items() if size is not None)
+        # Outcomes are facts about sizes, and most objects have the same.
+        known = {size: LookupOutcome(LookupStatus.HIT, size) for size in sizes.values() if size is not None}
+        miss = LookupOutcome(LookupStatus.MISS)
+        outcomes = [miss if (size := sizes[key]) is None else known[size] for key in keys]
+        misses = outcomes.count(miss)
+        self.counters["lookup.miss"] += misses
+        self.counters["lookup.hit"] += len(outcomes) - misses
+        task.complete_all(outcomes)
 
     async def load(self, task: L2Task[LoadOutcome], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         """Body of a load task."""
         adapter = self._adapter
 
         async def load_group(group: Sequence[int]) -> None:
-            frames: dict[int, LoadFrame] = {}
+            items: dict[int, LoadItem] = {}
             for index in group:
                 if keys[index] in self.quarantine:
                     self.counters["load.quarantined"] += 1
                     finish(index, LoadOutcome(LoadStatus.MISS))
                 else:
-                    frames[index] = LoadFrame(
-                        keys[index], objects[index], adapter.codecs, adapter.capabilities.alignment
-                    )
-            answers = await self._answers(
-                frames,
-                lambda index: adapter.load_one(keys[index], frames[index].into),
-                lambda: adapter.load_many([keys[i] for i in frames], [frame.into for frame in frames.values()]),
-            )
-            for (index, frame), answer in zip(frames.items(), answers, strict=True):
+                    items[index] = LoadItem(keys[index], objects[index], adapter)
+            answers = await self._answers(items.values(), self._load_one, adapter.load_many)
+            for (index, item), answer in zip(items.items(), answers, strict=True):
                 try:
-                    outcome = await self._verified(keys[index], frame, answer)
+                    outcome = await self._verified(item, answer)
                 except Exception as caught:
                     error = self._translate(caught)
                     outcome = LoadOutcome.failed(error)
@@ -249,9 +243,14 @@ class Batches:
     def _groups(
         self, indices: Sequence[int], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> list[list[int]]:
-        """What goes to the backend in one call: one object, or several small ones; enough calls for every worker."""
-        config, most = self._adapter.config, self._adapter.capabilities.group_keys
-        most = min(most, -(-len(indices) // config.max_concurrency))
+        """What goes to the backend in one call: one object, or several small ones.
+
+        Objects that take long are shared out among all workers. Those that do not go one after the other in one call:
+        threads that all want the interpreter's lock for some microseconds keep each other waiting.
+        """
+        most = self._adapter.capabilities.group_keys
+        if self._object_s[current_lane.get()] > _WORTH_A_WORKER_S:
+            most = min(most, -(-len(indices) // self._adapter.config.max_concurrency))
         if most <= 1:
             return [[index] for index in indices]
         groups: list[list[int]] = []
@@ -270,47 +269,45 @@ class Batches:
 
     async def _answers(
         self,
-        group: Collection[int],
-        one: Callable[[int], Awaitable[ResultT]],
-        many: Callable[[], Awaitable[Sequence[ResultT | Exception]]],
+        items: Collection[ItemT],
+        one: Callable[[ItemT], Awaitable[ResultT]],
+        many: Callable[[Sequence[ItemT]], Awaitable[Sequence[ResultT | Exception]]],
     ) -> Sequence[ResultT | Exception]:
-        """What the backend says for each of ``group``, errors as values."""
+        """What the backend says for each of ``items``, errors as values."""
         try:
-            if len(group) > 1:
-                answers = await many()
-                if len(answers) != len(group):
-                    what = f"{len(answers)} answers for {len(group)} keys"
-                    raise AdapterContractError(f"{self._adapter.name}: {what}")
-                return answers
-            return [await one(index) for index in group]
+            if self._adapter.capabilities.group_keys <= 1:
+                return [await one(item) for item in items]
+            started = time.perf_counter()
+            answers = await many(tuple(items)) if items else []
+            if items:
+                lane, took_s = current_lane.get(), (time.perf_counter() - started) / len(items)
+                self._object_s[lane] += 0.2 * (took_s - self._object_s[lane])
+            if len(answers) != len(items):
+                what = f"{len(answers)} answers for {len(items)} keys"
+                raise AdapterContractError(f"{self._adapter.name}: {what}")
+            return answers
         except Exception as error:
-            return [error] * len(group)
+            return [error] * len(items)
 
-    async def _seal(self, key: ObjectKey, obj: MemoryObj) -> list[memoryview]:
-        """What to store for ``obj``, with the way cleared for it."""
-        adapter = self._adapter
-        limit = adapter.capabilities.max_object_bytes
-        frame = await self._cpu(obj.nbytes, lambda: seal(key, obj, adapter.codecs, adapter.capabilities.alignment))
-        size = sum(map(len, frame))
-        if limit is not None and size > limit:
-            raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
-        if self.quarantine.is_damaged(key):  # an adapter that keeps what is present would keep it
-            await adapter.delete_one(key)
-        return frame
+    async def _store_one(self, item: StoreItem) -> StoreStatus:
+        return await self._adapter.store_one(item.key, await self._cpu(item.nbytes, item.data))
 
-    async def _verified(self, key: ObjectKey, frame: LoadFrame, answer: int | Exception | None) -> LoadOutcome:
+    async def _load_one(self, item: LoadItem) -> int | None:
+        return await self._adapter.load_one(item.key, item.into)
+
+    async def _verified(self, item: LoadItem, answer: int | Exception | None) -> LoadOutcome:
         """The outcome of a load whose buffers the backend has filled."""
         if isinstance(answer, Exception):
             raise answer
         if answer is None:
             return LoadOutcome(LoadStatus.MISS)
-        size = answer
-        if not await self._cpu(frame.target_bytes, lambda: frame.finish(size)):
+        size, frame = answer, item.frame
+        if not await self._cpu(0 if item.is_verified else item.nbytes, lambda: item.finish(size)):
             whole = memoryview(bytearray(size))
-            again = await self._adapter.load_one(key, [whole])
+            again = await self._adapter.load_one(item.key, [whole])
             if again is None:
                 return LoadOutcome(LoadStatus.MISS)
-            await self._cpu(frame.target_bytes, lambda: frame.finish_whole(whole[:again], again, self._codec_source))
+            await self._cpu(item.nbytes, lambda: frame.finish_whole(whole[:again], again, self._codec_source))
         return LoadOutcome(LoadStatus.LOADED, frame.nbytes)
 
     async def _heal(self, key: ObjectKey, error: CorruptObjectError) -> None:
@@ -338,7 +335,7 @@ class Batches:
             self.quarantine.discard(key)
 
     async def _cpu(self, nbytes: int, function: Callable[[], ResultT]) -> ResultT:
-        if nbytes <= _INLINE_CPU_BYTES:
+        if nbytes <= INLINE_CPU_BYTES:
             return function()
         return await self._adapter.run_in_thread(function)
 

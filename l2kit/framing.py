@@ -46,11 +46,6 @@ class LoadFrame:
         self.nbytes = 0
 
     @property
-    def target_bytes(self) -> int:
-        """Size of the target."""
-        return self._target.nbytes
-
-    @property
     def into(self) -> list[memoryview]:
         """Writable buffers for the stored bytes, in order."""
         return [self._head, *self._payload]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
 import anyio
@@ -97,6 +97,16 @@ class L2Task(Generic[OutcomeT]):
                 except Exception:  # a broken callback must not fail the batch
                     _log.exception("a callback for the outcome of a key failed")
             self._notify()
+
+    def complete_all(self, outcomes: Sequence[OutcomeT]) -> None:
+        """Record the outcomes of all keys at once, in key order (adapters only)."""
+        if self._completed or self._outcome_callback is not None:
+            for index, outcome in enumerate(outcomes):
+                self.complete(index, outcome)
+            return
+        self._outcomes[:] = outcomes
+        self._completed.extend(range(len(outcomes)))
+        self._notify()
 
     def on_outcome(self, callback: Callable[[int, OutcomeT], None]) -> None:
         """Call ``callback(index, outcome)`` on the loop for each key as it completes, at once for those that have.

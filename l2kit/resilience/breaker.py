@@ -16,6 +16,7 @@ from l2kit.adapter import L2Adapter
 from l2kit.batches import Lane, current_lane
 from l2kit.errors import BackendError, BackendTimeoutError, L2Error
 from l2kit.framing import seal
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
@@ -74,25 +75,21 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
         """A miss while reads are suspended."""
         return await self._guarded("read", lambda: self.inner.load_one(key, into), lambda: None)
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
         """DROPPED while writes are suspended."""
         return self._judged(
             "write",
             await self._guarded(
                 "write",
-                lambda: self.inner.store_many(keys, data),
-                lambda: [StoreStatus.DROPPED] * len(keys),
+                lambda: self.inner.store_many(items),
+                lambda: [StoreStatus.DROPPED] * len(items),
             ),
         )
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
         """Misses while reads are suspended."""
         return self._judged(
-            "read", await self._guarded("read", lambda: self.inner.load_many(keys, into), lambda: [None] * len(keys))
+            "read", await self._guarded("read", lambda: self.inner.load_many(items), lambda: [None] * len(items))
         )
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import anyio
 
 from l2kit.adapter import L2Adapter
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit.resilience.config import ResilienceConfig
@@ -122,24 +123,20 @@ class ByteBudgetAdapter(WrappingAdapter[ResilienceConfig]):
         async with self._store_turn(sum(map(len, data))) as admitted:
             return await self.inner.store_one(key, data) if admitted else StoreStatus.DROPPED
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
         """When no load waits and there is room for all of them."""
-        async with self._store_turn(_total_bytes(data)) as admitted:
-            return await self.inner.store_many(keys, data) if admitted else [StoreStatus.DROPPED] * len(keys)
+        async with self._store_turn(sum(item.nbytes for item in items)) as admitted:
+            return await self.inner.store_many(items) if admitted else [StoreStatus.DROPPED] * len(items)
 
     async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
         """Before any store that waits."""
         async with self._load_turn(sum(map(len, into))):
             return await self.inner.load_one(key, into)
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
         """Before any store that waits."""
-        async with self._load_turn(_total_bytes(into)):
-            return await self.inner.load_many(keys, into)
+        async with self._load_turn(sum(item.nbytes for item in items)):
+            return await self.inner.load_many(items)
 
     @asynccontextmanager
     async def _store_turn(self, nbytes: int) -> AsyncIterator[bool]:
@@ -160,7 +157,3 @@ class ByteBudgetAdapter(WrappingAdapter[ResilienceConfig]):
             yield
         finally:
             self.gate.leave_load(nbytes)
-
-
-def _total_bytes(lists: Sequence[Sequence[memoryview]]) -> int:
-    return sum(sum(map(len, parts)) for parts in lists)

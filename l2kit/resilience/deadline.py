@@ -8,6 +8,7 @@ from typing import TypeVar
 import anyio
 
 from l2kit.errors import BackendTimeoutError
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit.resilience.config import ResilienceConfig
@@ -32,17 +33,13 @@ class DeadlineAdapter(WrappingAdapter[ResilienceConfig]):
         """Within the deadline."""
         return await self._bounded(self.inner.load_one(key, into), "load")
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
         """Within the deadline, together."""
-        return await self._bounded(self.inner.store_many(keys, data), "store")
+        return await self._bounded(self.inner.store_many(items), "store")
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
         """Within the deadline, together."""
-        return await self._bounded(self.inner.load_many(keys, into), "load")
+        return await self._bounded(self.inner.load_many(items), "load")
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
         """Within the deadline."""

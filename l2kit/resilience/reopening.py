@@ -13,6 +13,7 @@ from anyio.abc import TaskStatus
 
 from l2kit.adapter import KeyInfo, L2Adapter, Usage
 from l2kit.errors import L2Error, TransientBackendError
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit.resilience.config import ResilienceConfig
@@ -47,21 +48,17 @@ class ReopeningAdapter(WrappingAdapter[ResilienceConfig]):
         """DROPPED until the backend is open."""
         return StoreStatus.DROPPED if self._error else await self.inner.store_one(key, data)
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
         """DROPPED until the backend is open."""
-        return [StoreStatus.DROPPED] * len(keys) if self._error else await self.inner.store_many(keys, data)
+        return [StoreStatus.DROPPED] * len(items) if self._error else await self.inner.store_many(items)
 
     async def load_one(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
         """A miss until the backend is open."""
         return None if self._error else await self.inner.load_one(key, into)
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
         """Misses until the backend is open."""
-        return [None] * len(keys) if self._error else await self.inner.load_many(keys, into)
+        return [None] * len(items) if self._error else await self.inner.load_many(items)
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> Sequence[int | None]:
         """Misses until the backend is open."""

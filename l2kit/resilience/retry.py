@@ -10,6 +10,7 @@ import anyio
 
 from l2kit.adapter import L2Adapter, caught
 from l2kit.errors import BackendTimeoutError, TransientBackendError
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit.resilience.config import ResilienceConfig
@@ -51,24 +52,21 @@ class RetryAdapter(WrappingAdapter[ResilienceConfig]):
         """Again, if it may help: one that raises leaves nothing locked."""
         return await self._retried(lambda: self.inner.acquire_many(keys), "lookup")
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
         """Those again for which it may help, one by one."""
-        answers = list(await self._retried(lambda: self.inner.store_many(keys, data), "store"))
+        answers = list(await self._retried(lambda: self.inner.store_many(items), "store"))
         for index, answer in enumerate(answers):
             if isinstance(answer, Exception) and await self._pauses(answer, 0, "store"):
-                answers[index] = await caught(self.store_one(keys[index], data[index]))
+                answers[index] = await caught(self.store_one(items[index].key, items[index].data()))
         return answers
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
         """Those again for which it may help, one by one."""
-        answers = list(await self._retried(lambda: self.inner.load_many(keys, into), "load"))
+        answers = list(await self._retried(lambda: self.inner.load_many(items), "load"))
         for index, answer in enumerate(answers):
             if isinstance(answer, Exception) and await self._pauses(answer, 0, "load"):
-                answers[index] = await caught(self.load_one(keys[index], into[index]))
+                items[index].reset()
+                answers[index] = await caught(self.load_one(items[index].key, items[index].into))
         return answers
 
     async def _retried(self, call: Callable[[], Awaitable[ResultT]], what: str) -> ResultT:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio
 import pytest
 
 from l2kit.adapter import Capabilities
 from l2kit.errors import AdapterContractError, BackendError, TransientBackendError
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit.resilience import BreakerAdapter, ResilienceConfig, RetryAdapter, resilient
@@ -30,23 +32,25 @@ class GroupAdapter(DictAdapter):
         self.errors: dict[ObjectKey, Exception] = {}
         self.error: Exception | None = None
         self.forget = 0
+        self.verifies = False
+        self.pause_s = 0.0
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
-        self._take(keys)
-        answers = await super().store_many(keys, data)
-        return [self.errors.get(key, answer) for key, answer in zip(keys, answers, strict=True)]
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
+        self._take(items)
+        answers = await super().store_many(items)
+        return [self.errors.get(item.key, answer) for item, answer in zip(items, answers, strict=True)]
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
-        self._take(keys)
-        answers = await super().load_many(keys, into)
-        return [self.errors.get(key, answer) for key, answer in zip(keys, answers, strict=True)][self.forget :]
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
+        self._take(items)
+        await anyio.sleep(self.pause_s)
+        answers = await super().load_many(items)
+        for item, answer in zip(items, answers, strict=True):
+            if self.verifies and isinstance(answer, int):
+                item.verify(answer)
+        return [self.errors.get(item.key, answer) for item, answer in zip(items, answers, strict=True)][self.forget :]
 
-    def _take(self, keys: Sequence[ObjectKey]) -> None:
-        self.groups.append(tuple(keys))
+    def _take(self, items: Sequence[StoreItem | LoadItem]) -> None:
+        self.groups.append(tuple(item.key for item in items))
         if self.error is not None:
             raise self.error
 
@@ -64,28 +68,34 @@ async def get(adapter: DictAdapter | RetryAdapter | BreakerAdapter, names: Seque
     return [outcome.status for outcome in outcomes]
 
 
-async def test_a_batch_is_cut_into_groups_for_every_worker() -> None:
+async def test_a_batch_is_cut_into_groups() -> None:
     async with make(GroupAdapter, max_concurrency=2) as adapter:
         assert await put(adapter, 20) == ["stored"] * 20
         assert [len(group) for group in adapter.groups] == [8, 8, 4]
         adapter.groups.clear()
         assert await get(adapter, keys(6)) == ["loaded"] * 6
-        assert [len(group) for group in adapter.groups] == [3, 3], "both workers get something to do"
+        assert [len(group) for group in adapter.groups] == [6]
+        adapter.pause_s = 0.02
+        await get(adapter, keys(6))
+        adapter.pause_s = 0
+        adapter.groups.clear()
+        assert await get(adapter, keys(6)) == ["loaded"] * 6
+        assert [len(group) for group in adapter.groups] == [3, 3], "what takes long is shared by both workers"
         assert await get(adapter, [*keys(6), *keys(6)]) == ["loaded"] * 12
         assert all(len(set(group)) == len(group) for group in adapter.groups), "keys of one call are distinct"
 
 
-async def test_one_object_and_large_ones_go_alone() -> None:
+async def test_a_group_is_no_larger_than_four_mebibytes() -> None:
     async with make(GroupAdapter, max_concurrency=1) as adapter:
-        await put(adapter, 1)
-        sizes = [600_000, 600_000, 100, 100, 2_000_000, 100]
+        sizes = [3_000_000, 3_000_000, 100, 100, 9_000_000, 100]
         await adapter.submit_store_task(keys(6), [wrap(bytes(size)) for size in sizes])
-        assert [len(group) for group in adapter.groups] == [3]  # the second of 600,000, and the small ones behind it
-        assert adapter.calls["store"] == 7
+        assert [len(group) for group in adapter.groups] == [1, 3, 1, 1]
 
 
-async def test_each_key_has_its_own_outcome() -> None:
+@pytest.mark.parametrize("verifies", [False, True])
+async def test_each_key_has_its_own_outcome(verifies: bool) -> None:
     async with make(GroupAdapter, max_concurrency=1) as adapter:
+        adapter.verifies = verifies
         adapter.errors[keys(5)[1]] = PermissionError(13, "Permission denied")
         assert await put(adapter, 4) == ["stored", "failed", "stored", "stored"]
         adapter.objects[keys(4)[2]] = b"damaged" * 200
@@ -116,7 +126,7 @@ async def test_groups_pass_through_everything_that_makes_a_tier_resilient() -> N
         assert isinstance(adapter, BreakerAdapter)
         assert await put(adapter, 8) == ["stored"] * 8
         assert await get(adapter, keys(9)) == ["loaded"] * 8 + ["miss"]
-        assert [len(group) for group in inside.groups] == [8, 8]
+        assert [len(group) for group in inside.groups] == [8, 8, 1]
 
 
 async def test_only_the_keys_that_failed_are_retried() -> None:

@@ -14,6 +14,7 @@ from msgspec import structs
 from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage
 from l2kit.config import ParsedURL
 from l2kit.errors import ClosedError, ConfigError, L2Error
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 from l2kit_posix.config import FileConfig
@@ -21,6 +22,7 @@ from l2kit_posix.directory import ObjectDirectory
 from l2kit_posix.failures import translate, translate_at_open
 from l2kit_posix.scan import list_folder
 
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
@@ -41,7 +43,7 @@ class FileAdapter(L2Adapter[FileConfig]):
     api_version = (1, 1)
     config_type = FileConfig
     # Payloads start on a page: direct I/O and mapping can come without a new stored form.
-    capabilities = Capabilities(persistent=True, shared=True, lock="owned", evicts=True, alignment=4096, group_keys=16)
+    capabilities = Capabilities(persistent=True, shared=True, lock="owned", evicts=True, alignment=4096, group_keys=64)
 
     _directory: ObjectDirectory | None = None
 
@@ -95,21 +97,25 @@ class FileAdapter(L2Adapter[FileConfig]):
         directory = self._opened_directory
         return await self.run_in_thread(lambda: directory.load(key, into))
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> list[StoreStatus | Exception]:
-        """Write several small objects in one thread job."""
+    async def store_many(self, items: Sequence[StoreItem]) -> list[StoreStatus | Exception]:
+        """Write several objects in one thread job, checksums included."""
         directory = self._opened_directory
-        pairs = list(zip(keys, data, strict=True))
-        return await self.run_in_thread(lambda: [_attempt(directory.store, *pair) for pair in pairs])
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> list[int | Exception | None]:
-        """Read several small objects in one thread job."""
+        def store(item: StoreItem) -> StoreStatus:
+            return directory.store(item.key, item.data())
+
+        return await self.run_in_thread(lambda: [_attempt(store, item) for item in items])
+
+    async def load_many(self, items: Sequence[LoadItem]) -> list[int | Exception | None]:
+        """Read and verify several objects in one thread job."""
         directory = self._opened_directory
-        pairs = list(zip(keys, into, strict=True))
-        return await self.run_in_thread(lambda: [_attempt(directory.load, *pair) for pair in pairs])
+
+        def load(item: LoadItem) -> int | None:
+            size = directory.load(item.key, item.into)
+            item.verify(size)
+            return size
+
+        return await self.run_in_thread(lambda: [_attempt(load, item) for item in items])
 
     async def lookup_many(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Ask the file system for all keys in one thread job: other processes' objects are seen at once."""
@@ -185,9 +191,9 @@ class FileAdapter(L2Adapter[FileConfig]):
             raise self.translate_error(error) from error
 
 
-def _attempt(work: Callable[[ObjectKey, Sequence[memoryview]], ResultT], *arguments: Any) -> ResultT | Exception:
-    """One key of a group: its error is its own."""
+def _attempt(work: Callable[[ItemT], ResultT], item: ItemT) -> ResultT | Exception:
+    """One object of a group: its error is its own."""
     try:
-        return work(*arguments)
-    except OSError as error:
+        return work(item)
+    except (OSError, L2Error) as error:
         return error

@@ -8,6 +8,7 @@ from typing import Any
 
 from l2kit.adapter import Capabilities
 from l2kit.errors import ConfigError
+from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.memory import MemoryObj
 from l2kit.outcomes import StoreStatus
@@ -211,10 +212,8 @@ class AnswersAGroupBackwards(BrokenAdapter):
     caught_by = "test_a_partial_batch_has_exact_outcomes_in_key_order"
     capabilities = Capabilities(persistent=False, shared=False, lock="owned", evicts=True, group_keys=8)
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
-        return [*await super().load_many(keys, into)][::-1]
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
+        return [*await super().load_many(items)][::-1]
 
 
 class FailsAGroupForOneOfItsKeys(BrokenAdapter):
@@ -223,11 +222,9 @@ class FailsAGroupForOneOfItsKeys(BrokenAdapter):
     caught_by = "test_a_partial_batch_has_exact_outcomes_in_key_order"
     capabilities = Capabilities(persistent=False, shared=False, lock="owned", evicts=True, group_keys=8)
 
-    async def load_many(
-        self, keys: Sequence[ObjectKey], into: Sequence[Sequence[memoryview]]
-    ) -> Sequence[int | Exception | None]:
-        sizes = await super().load_many(keys, into)
-        return [None] * len(keys) if None in sizes else sizes
+    async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
+        sizes = await super().load_many(items)
+        return [None] * len(items) if None in sizes else sizes
 
 
 class StoresTheFirstOfAGroup(BrokenAdapter):
@@ -236,7 +233,5 @@ class StoresTheFirstOfAGroup(BrokenAdapter):
     caught_by = "test_a_large_batch_of_small_objects"
     capabilities = Capabilities(persistent=False, shared=False, lock="owned", evicts=True, group_keys=8)
 
-    async def store_many(
-        self, keys: Sequence[ObjectKey], data: Sequence[Sequence[memoryview]]
-    ) -> Sequence[StoreStatus | Exception]:
-        return [*await super().store_many(keys[:1], data[:1])] * len(keys)
+    async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
+        return [*await super().store_many(items[:1])] * len(items)
