@@ -151,7 +151,9 @@ def parse_url(url: str) -> ParsedURL:
     try:
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"port: {scheme}:// URL has no port in 1..65535 ({_without_value(error)})") from None
+        several = "; a URL names one host, further ones go into the option hosts" if "," in parts.netloc else ""
+        where = f"port: {scheme}:// URL has no port in 1..65535 ({_without_value(error)})"
+        raise ConfigError(f"{where}{several}") from None
     if port == 0:
         raise ConfigError(f"port: 0 in the {scheme}:// URL is not in 1..65535")
     query: dict[str, str] = {}

@@ -48,6 +48,12 @@ _EXTRAS: Final = {
     "rediss": "redis",
     "valkey": "redis",
     "redis_unix": "redis",
+    "redis_cluster": "redis",
+    "redis_sentinel": "redis",
+    "rediss_cluster": "redis",
+    "rediss_sentinel": "redis",
+    "valkey_cluster": "redis",
+    "valkey_sentinel": "redis",
 }
 
 

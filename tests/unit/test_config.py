@@ -66,6 +66,10 @@ class TestParseURL:
         with pytest.raises(ConfigError, match="port"):
             parse_url(f"redis://host:{port}/0")
 
+    def test_several_hosts(self) -> None:
+        with pytest.raises(ConfigError, match="a URL names one host, further ones go into the option hosts"):
+            parse_url("redis+cluster://h1:7000,h2:7001")
+
     def test_a_broken_host(self) -> None:
         with pytest.raises(ConfigError, match="host"):
             parse_url("redis://:hunter2@[::1/0")
