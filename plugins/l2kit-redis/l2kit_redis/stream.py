@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,6 +23,9 @@ from typing import Any, Final, NamedTuple
 from l2kit_redis.faults import ConnectionLostError
 
 _SLICE_S: Final = 0.02
+_SLICE: Final = struct.pack("@ll", 0, int(_SLICE_S * 1e6))  # a timeval
+#: A slice has passed: Python's time-out with TLS, the kernel's without.
+_NOTHING_MOVED: Final = (TimeoutError, BlockingIOError)
 _TLS_ENDS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _MAX_SEGMENTS: Final = min(1024, os.sysconf("SC_IOV_MAX"))
 
@@ -93,6 +97,12 @@ class Stream:
         """Take ownership of ``connected``, whose time-out is one slice."""
         self._socket = connected
         self._tls = isinstance(connected, ssl.SSLSocket)  # takes one buffer at a time
+        if not self._tls:
+            # The kernel keeps the time: one system call then moves all there is to move within a slice. Python's own
+            # time-outs would poll before each, and give up the interpreter's lock and take it again for every part.
+            connected.settimeout(None)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self.patience = patience
@@ -107,7 +117,7 @@ class Stream:
                     sent = self._socket.send(left[0])
                 else:
                     sent = self._socket.sendmsg(list(itertools.islice(left, _MAX_SEGMENTS)))
-            except TimeoutError:
+            except _NOTHING_MOVED:
                 self.patience.waited()
                 continue
             except _TLS_ENDS as error:
@@ -124,7 +134,7 @@ class Stream:
         """
         left = _views(buffers)
         while left:
-            _advance(left, self._receive_some(left))
+            _advance(left, self._receive_some(left, socket.MSG_WAITALL))
 
     def receive_some(self, into: memoryview) -> int:
         """Receive what is there, at least one byte, and return how many."""
@@ -147,14 +157,14 @@ class Stream:
         with suppress(OSError):
             self._socket.close()
 
-    def _receive_some(self, left: deque[memoryview]) -> int:
+    def _receive_some(self, left: deque[memoryview], flags: int = 0) -> int:
         while True:
             try:
                 if self._tls:
                     received = self._socket.recv_into(left[0])
                 else:
-                    received = self._socket.recvmsg_into(list(itertools.islice(left, _MAX_SEGMENTS)))[0]
-            except TimeoutError:
+                    received = self._socket.recvmsg_into(list(itertools.islice(left, _MAX_SEGMENTS)), 0, flags)[0]
+            except _NOTHING_MOVED:
                 self.patience.waited()
                 continue
             except _TLS_ENDS as error:
