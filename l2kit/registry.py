@@ -44,6 +44,7 @@ _RESILIENCE: Final = "resilience"
 #: Which of our extras brings a name, for the message when it is not installed.
 _EXTRAS: Final = {
     "file": "posix",
+    "nvme": "nvme",
     "redis": "redis",
     "rediss": "redis",
     "valkey": "redis",
