@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from bench import hung, posix, resp, submit
+from bench import hung, nvme, posix, resp, submit
 from bench.pairs import run_all
 
 if __name__ == "__main__":
     run_all(
-        {"submit": submit.measure, "hung": hung.measure, "posix": posix.measure, "resp": resp.measure},
+        {
+            "submit": submit.measure,
+            "hung": hung.measure,
+            "posix": posix.measure,
+            "nvme": nvme.measure,
+            "resp": resp.measure,
+        },
         "Paired benchmarks; ratios, not claims.",
         by_name=True,
     )
