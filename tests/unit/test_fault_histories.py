@@ -117,6 +117,7 @@ async def lookup_and_unlock(bench: Bench, keys: list[ObjectKey]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, QuickZlibCodec, XorCodec])
 def test_no_plan_gets_wrong_bytes_through(codec: Any) -> None:
     seen: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from l2kit.testing.groups.base import Adapter
 from l2kit_nvme.testing import SlabFiles
 
 
+@pytest.mark.slow
 class TestNvme(AdapterConformance):
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Iterator[Path]:

@@ -12,6 +12,7 @@ from l2kit.testing.groups.base import Adapter
 from l2kit_posix.names import object_path
 
 
+@pytest.mark.slow
 class TestFile(AdapterConformance):
     @pytest.fixture
     def adapter_url(self, tmp_path: Path) -> str:
