@@ -122,7 +122,7 @@ class ReopeningAdapter(WrappingAdapter[ResilienceConfig]):
                     raise
                 self._error = error
                 if not started:
-                    _log.error("%s: it is left out until its backend can be opened: %s", self.name, error)
+                    _log.warning("%s: it is left out until its backend can be opened: %s", self.name, error)
                     task_status.started()
                     started = True
             with anyio.move_on_after(pause_s * random.uniform(0.75, 1.25)):

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.service, pytest.mark.slow]
 TIMEOUT_S = 5.0
 SLACK_S = 1.0
 OBJECTS = 200
-NBYTES = 50_000
+NBYTES = 1_000_000  # so much that the kill comes in the middle
 
 
 @pytest.mark.parametrize("flavor", ["redis", "valkey"])
