@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import anyio
+import msgspec
 
 from tests.e2e.vllm_worker import Worker
 
@@ -72,6 +73,7 @@ def fail_next_forward(worker: Worker) -> None:
 def stall_loads(worker: Worker, after: int) -> None:
     """Let the tier load so many objects and then hold up the rest until :func:`release_loads`."""
     adapter = worker.embedded.storage.tiers[0].adapter
+    adapter.capabilities = msgspec.structs.replace(adapter.capabilities, group_keys=1)  # one by one, to stop in between
     right = adapter.load_one
     adapter.begun, adapter.stalled = 0, True
 

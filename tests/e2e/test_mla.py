@@ -1,7 +1,8 @@
 """Multi-head latent attention: one row of latents per token.
 
-vLLM's CPU backend has no prefix cache for it, and attends to a cached prefix by another path than to a computed one,
-which moves log-probabilities by up to 0.2 even in fp32. So there is no reference but the bytes, and another load.
+vLLM's CPU backend has no prefix cache for it, save on processors with AMX, and attends to a cached prefix by another
+path than to a computed one, which moves log-probabilities by up to 0.2 even in fp32. So there is no reference but the
+bytes, and another load.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def test_second_process_restores_what_the_first_computed(engines: tuple[VLLMProc
     again = second.ask(prompt)
 
     assert second.record(restored.request_id) == Record(EVEN, local_hit=0, external_hit=768, read=768, written=768)
-    assert second.record(again.request_id) == Record(EVEN, local_hit=0, external_hit=768, read=0, written=768)
+    from_l1 = Record(EVEN, local_hit=0, external_hit=768, read=0, written=768)
+    own_cache = Record(EVEN, local_hit=768, external_hit=0, read=0, written=0)  # of the backend for AMX
+    assert second.record(again.request_id) in (from_l1, own_cache)
     source = first.pages(cold.request_id, 3 * CHUNK_SIZE)
     assert not source.is_blank
     assert pages.differences(source) == []

@@ -98,6 +98,11 @@ def make_llama(root: Path, *, dtype: DtypeName = "bfloat16") -> TinyModel:
     return TinyModel(path, "llama", dtype, layers=4, kv_heads=4, state_bytes=state_bytes, block_size=32)
 
 
+def _mla_block_size() -> int:
+    """Which MLA backend vLLM takes depends on the processor: that for AMX wants multiples of 32, the other one 16."""
+    return 32 if "amx_tile" in Path("/proc/cpuinfo").read_text() else 16
+
+
 def make_mla(root: Path, *, dtype: DtypeName = "bfloat16") -> TinyModel:
     """Write (or find) the tiny DeepSeek-V2: multi-head latent attention, dense MLPs only.
 
@@ -124,7 +129,7 @@ def make_mla(root: Path, *, dtype: DtypeName = "bfloat16") -> TinyModel:
     )
     path = _write(root, f"mla-{dtype}", config, dtype)
     state_bytes = (512 + 64) * _ITEM_BYTES[dtype]
-    return TinyModel(path, "mla", dtype, layers=3, kv_heads=1, state_bytes=state_bytes, block_size=16)
+    return TinyModel(path, "mla", dtype, layers=3, kv_heads=1, state_bytes=state_bytes, block_size=_mla_block_size())
 
 
 def make_gemma3(root: Path, *, dtype: DtypeName = "bfloat16", sliding_window: int = 128) -> TinyModel:
