@@ -56,11 +56,10 @@ class LoadItem:
 
     Attributes:
         key: its name.
-        into: the buffers to fill, as in `L2Adapter.load_one`.
         nbytes: size of the destination.
     """
 
-    __slots__ = ("_frame", "_verdict", "into", "key", "nbytes")
+    __slots__ = ("_frame", "_verdict", "key", "nbytes")
 
     def __init__(self, key: ObjectKey, target: MemoryObj, adapter: L2Adapter[Any]) -> None:
         """Made by the framework for ``adapter``, which says how it was stored."""
@@ -68,7 +67,15 @@ class LoadItem:
         self.nbytes: Final = target.nbytes
         self._frame = LoadFrame(key, target, adapter.codecs, adapter.capabilities.alignment)
         self._verdict: tuple[int, bool | Exception] | None = None
-        self.into: Final = self._frame.into
+
+    @property
+    def into(self) -> list[memoryview]:
+        """The buffers to fill, as in `L2Adapter.load_one`. Take them for each attempt.
+
+        Whoever takes them is about to change what is in them, so what :meth:`verify` has found before is forgotten.
+        """
+        self._verdict = None
+        return self._frame.into
 
     @property
     def frame(self) -> LoadFrame:
@@ -104,7 +111,3 @@ class LoadItem:
     def is_verified(self) -> bool:
         """Whether :meth:`verify` has done the work."""
         return self._verdict is not None
-
-    def reset(self) -> None:
-        """Forget the verdict: it is loaded again."""
-        self._verdict = None

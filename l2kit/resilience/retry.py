@@ -65,7 +65,6 @@ class RetryAdapter(WrappingAdapter[ResilienceConfig]):
         answers = list(await self._retried(lambda: self.inner.load_many(items), "load"))
         for index, answer in enumerate(answers):
             if isinstance(answer, Exception) and await self._pauses(answer, 0, "load"):
-                items[index].reset()
                 answers[index] = await caught(self.load_one(items[index].key, items[index].into))
         return answers
 

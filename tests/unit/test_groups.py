@@ -138,6 +138,28 @@ async def test_only_the_keys_that_failed_are_retried() -> None:
         assert adapter.counters["retry.load"] == 1
 
 
+async def test_what_was_verified_once_is_verified_again_when_it_is_read_again() -> None:
+    class Breaking(GroupAdapter):
+        """Verifies what it has read, loses its connection, and reads damaged bytes at the next attempt."""
+
+        async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
+            answers = await super().load_many(items)
+            if len(self.groups) > 1:
+                for item in items:
+                    item.into[-1][0] ^= 1
+                return answers
+            for item, answer in zip(items, answers, strict=True):
+                assert isinstance(answer, int)
+                item.verify(answer)
+            raise TransientBackendError("lost")
+
+    inside = make(Breaking, max_concurrency=1)
+    async with RetryAdapter(inside, ResilienceConfig()) as adapter:
+        await put(adapter, 4)
+        inside.groups.clear()
+        assert await get(adapter, keys(4)) == ["corrupt"] * 4
+
+
 async def test_failures_of_single_keys_open_the_circuit() -> None:
     inside = make(GroupAdapter, max_concurrency=1)
     async with BreakerAdapter(inside, ResilienceConfig(breaker_calls=8, breaker_pause_s=30)) as adapter:
