@@ -6,13 +6,11 @@ the caller's own memory in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from l2kit import envelope
 from l2kit.envelope import Envelope
 from l2kit.errors import CapacityError, CorruptObjectError
 from l2kit.keys import ObjectKey
-from l2kit.memory import MemoryObj
+from l2kit.memory import MemoryObj, first_bytes
 from l2kit.serde import CodecChain, CodecSource
 
 #: A stored object larger than twice its decoded size plus this is hostile: no codec expands like that.
@@ -67,7 +65,7 @@ class LoadFrame:
             if stored_bytes > 2 * header.layout.nbytes + _EXPANSION_SLACK_BYTES:
                 raise CorruptObjectError("length", f"{stored_bytes} bytes are stored for {header.layout.nbytes}")
             return False
-        payload = _first(self._payload, header.stored_length)
+        payload = first_bytes(self._payload, header.stored_length)
         envelope.verify(header, self._key, metadata, payload, stored_bytes)
         if not self._chain.is_raw:
             self._decode(self._chain, payload[0] if payload else memoryview(b""), header)
@@ -102,15 +100,4 @@ class LoadFrame:
         return header
 
     def _decode(self, chain: CodecChain, payload: memoryview, header: Envelope) -> None:
-        chain.decode(payload, _first(self._target.segments, header.layout.nbytes), self._key, header.layout)
-
-
-def _first(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first ``nbytes`` of a scatter/gather list; less when it is shorter."""
-    kept: list[memoryview] = []
-    for segment in segments:
-        if nbytes <= 0:
-            break
-        kept.append(segment[:nbytes])
-        nbytes -= len(segment)
-    return kept
+        chain.decode(payload, first_bytes(self._target.segments, header.layout.nbytes), self._key, header.layout)

@@ -226,3 +226,14 @@ class Arena:
             before = self._extents.pop(index)
             offset, nbytes = before[0], before[1] + nbytes
         self._extents.insert(index, (offset, nbytes))
+
+
+def first_bytes(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first ``nbytes`` of a scatter/gather list; less when it is shorter."""
+    kept: list[memoryview] = []
+    for segment in segments:
+        if nbytes <= 0:
+            break
+        kept.append(segment[:nbytes])
+        nbytes -= len(segment)
+    return kept

@@ -23,6 +23,7 @@ import anyio.lowlevel
 from l2kit.adapter import caught
 from l2kit.errors import L2Error, first_error
 from l2kit.items import LoadItem, StoreItem
+from l2kit.memory import first_bytes
 from l2kit.outcomes import StoreStatus
 from l2kit_redis import lookups, values
 from l2kit_redis.config import RedisConfig
@@ -30,7 +31,7 @@ from l2kit_redis.connection import Connection
 from l2kit_redis.faults import ServerError
 from l2kit_redis.lookups import Found
 from l2kit_redis.metering import MeteredTalk
-from l2kit_redis.stripes import Head, cut, deal, first, whole_bytes
+from l2kit_redis.stripes import Head, cut, deal, whole_bytes
 from l2kit_redis.to_the_end import to_the_end
 from l2kit_redis.upkeep import STRIPES_OUTLIVE_MS, Upkeep
 from l2kit_redis.values import UNREAD
@@ -288,7 +289,7 @@ class ObjectStore:
 
     async def _read(self, name: bytes, head: Head, into: Sequence[memoryview], *, writes: bool) -> int:
         """Receive all stripes that have room; how many are known to be missing."""
-        parts = cut(first(into, head.size), head.stripe_bytes)
+        parts = cut(first_bytes(into, head.size), head.stripe_bytes)
         names = head.names(name)[: len(parts)]
         place = dict(zip(names, enumerate(parts), strict=True))
         missing = 0

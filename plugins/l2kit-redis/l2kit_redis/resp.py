@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from l2kit.memory import first_bytes
 from l2kit_redis.faults import ProtocolError, ServerError
 from l2kit_redis.stream import Stream
-from l2kit_redis.stripes import first
 
 Reply = bytes | int | None | ServerError | list["Reply"]
 
@@ -139,7 +139,7 @@ class ReplyReader:
     def value(self, into: Sequence[memoryview], length: int) -> None:
         """Take a value of ``length`` bytes, which ``into`` can hold, and the end of its reply."""
         trailer = memoryview(bytearray(2))
-        self.value_part([*first(into, length), trailer])
+        self.value_part([*first_bytes(into, length), trailer])
         if bytes(trailer) != b"\r\n":
             raise ProtocolError("a value that does not end where it should")
 

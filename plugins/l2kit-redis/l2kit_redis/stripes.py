@@ -105,17 +105,6 @@ def cut(segments: Sequence[memoryview], stripe_bytes: int) -> list[list[memoryvi
     return stripes
 
 
-def first(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first ``nbytes`` bytes of a scatter/gather list; less when it is shorter."""
-    kept: list[memoryview] = []
-    for segment in segments:
-        if nbytes <= 0:
-            break
-        kept.append(segment[:nbytes])
-        nbytes -= len(segment)
-    return kept
-
-
 def deal(count: int, ways: int) -> list[range]:
     """Deal ``count`` stripes to at most ``ways`` connections, in turn."""
     return [range(way, count, ways) for way in range(min(ways, count))]

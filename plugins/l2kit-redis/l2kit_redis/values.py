@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
+from l2kit.memory import first_bytes
 from l2kit_redis.connection import Connection
 from l2kit_redis.faults import ProtocolError, ServerError
 from l2kit_redis.lookups import is_no_object
 from l2kit_redis.resp import Reply, pipeline, request, value_request
-from l2kit_redis.stripes import HEAD_BYTES, HEAD_RANGE, Head, first, parse_head
+from l2kit_redis.stripes import HEAD_BYTES, HEAD_RANGE, Head, parse_head
 
 _MULTI: Final = request(b"MULTI")
 _EXEC: Final = request(b"EXEC")
@@ -181,7 +182,7 @@ def _take_value(connection: Connection, into: Sequence[memoryview]) -> int | Hea
     if head is not None:
         return head
     rest = memoryview(answer)  # a damaged head, or what is left of an object: for the envelope's check to find out
-    for segment in first(into, HEAD_BYTES):
+    for segment in first_bytes(into, HEAD_BYTES):
         segment[:] = rest[: len(segment)]
         rest = rest[len(segment) :]
     return HEAD_BYTES

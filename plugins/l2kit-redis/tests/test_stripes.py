@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import l2kit
 from l2kit import Layout, LoadStatus, MemoryObj, ObjectKey, StoreStatus
 from l2kit.errors import CapacityError
+from l2kit.memory import first_bytes
 from l2kit.testing.servers import RespServer, run_server
 from l2kit_redis import RedisAdapter
-from l2kit_redis.stripes import HEAD_BYTES, Head, cut, deal, first, parse_head, whole_bytes
+from l2kit_redis.stripes import HEAD_BYTES, Head, cut, deal, parse_head, whole_bytes
 
 KIB = 1 << 10
 NBYTES = 300 * KIB
@@ -101,7 +102,7 @@ def test_stripes_are_the_object_in_order(sizes: list[int], stripe_bytes: int) ->
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(0, 500))
 def test_the_first_bytes_of_a_list(sizes: list[int], nbytes: int) -> None:
     segments = [memoryview(os.urandom(size)) for size in sizes]
-    assert b"".join(first(segments, nbytes)) == b"".join(segments)[:nbytes]
+    assert b"".join(first_bytes(segments, nbytes)) == b"".join(segments)[:nbytes]
 
 
 @given(st.integers(1, 100), st.integers(1, 8))
