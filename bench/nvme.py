@@ -8,11 +8,7 @@ bench.nvme [--quick] [--json FILE]``.
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import l2kit
+from bench import fio
 from bench.lmcache_peer import LMCachePeer, why_missing
 from bench.objects import VERIFIED, Batch, blocking, our_load, our_lookup, our_store
 from bench.pairs import Result, Side, Target, compare_all, run_all
@@ -33,7 +30,6 @@ _UNIT: Final = 1 << 20
 _LOOKUP_KEYS: Final = 512
 _LOOKUPS: Final = 5
 _LOOP: Final = "O_DIRECT loop"
-_FIO: Final = "fio O_DIRECT"
 
 
 class AlignedBatch(Batch):
@@ -63,12 +59,16 @@ async def measure(*, quick: bool) -> list[Result]:
                 with contextlib.ExitStack() as peers_stack:
                     peers = [peers_stack.enter_context(contextlib.closing(peer)) for peer in _peers(folder, nbytes)]
                     loop = peers_stack.enter_context(_Loop(folder / "loop", batch))
-                    fio = [_fio(folder, batch, rw) for rw in ("write", "read") if _fio_is_here()]
+                    limits = [
+                        fio.side(batch, rw, queue_depth=_THREADS, file=_fio_file(folder))
+                        for rw in ("write", "read")
+                        if fio.is_here()
+                    ]
                     common: dict[str, Any] = {"amount": batch.gigabytes, "unit": "GB/s", "rounds": rounds}
                     results += await compare_all(
                         f"nvme:// store {batch.size}",
                         our_store(adapter, batch),
-                        [*(peer.storing(batch) for peer in peers), loop.storing(), *fio[:1]],
+                        [*(peer.storing(batch) for peer in peers), loop.storing(), *limits[:1]],
                         targets=_targets(peers, nbytes, 2.0),
                         note=VERIFIED,
                         **common,
@@ -76,21 +76,21 @@ async def measure(*, quick: bool) -> list[Result]:
                     results += await compare_all(
                         f"nvme:// load {batch.size}",
                         our_load(adapter, batch),
-                        [*(peer.loading(batch) for peer in peers), loop.loading(), *fio[1:]],
+                        [*(peer.loading(batch) for peer in peers), loop.loading(), *limits[1:]],
                         targets=_targets(peers, nbytes, 1.5),
                         note=VERIFIED,
                         **common,
                     )
                     if nbytes > _SMALL_BYTES:
                         for what, side, peer, device in (
-                            ("store", _bare_store(adapter, batch), loop.storing(), fio[:1]),
-                            ("load", _bare_load(adapter, batch), loop.loading(), fio[1:]),
+                            ("store", _bare_store(adapter, batch), loop.storing(), limits[:1]),
+                            ("load", _bare_load(adapter, batch), loop.loading(), limits[1:]),
                         ):
                             results += await compare_all(
                                 f"nvme:// {what} without checksums {batch.size}",
                                 side,
                                 [peer, *device],
-                                targets={_FIO: Target(0.85)},
+                                targets={fio.NAME: Target(0.85)},
                                 note="the adapter's own hooks; neither side verifies",
                                 **common,
                             )
@@ -188,7 +188,7 @@ def _prefilled(path: Path) -> None:
 def _targets(peers: list[LMCachePeer], nbytes: int, small: float) -> dict[str, Target]:
     targets = {peer.name: Target(small if nbytes <= _SMALL_BYTES else 1.0) for peer in peers}
     if nbytes > _SMALL_BYTES:
-        targets[_FIO] = Target(0.85)
+        targets[fio.NAME] = Target(0.85)
     return targets
 
 
@@ -241,44 +241,12 @@ class _Loop:
         return pieces
 
 
-@functools.cache
-def _fio_is_here() -> bool:
-    if shutil.which("fio") is None:
-        print("# no fio here: nothing to say what the device does with O_DIRECT")
-        return False
-    return True
-
-
 def _fio_file(folder: Path) -> Path:
     """A file of its own, for the tool writes over it."""
     path = folder / "fio"
     if not path.exists():
         _prefilled(path)
     return path
-
-
-def _fio(folder: Path, batch: Batch, operation: str) -> Side:
-    """What the device does with as many bytes in requests of up to 1 MiB, eight in flight, past the page cache."""
-    command = [
-        "fio",
-        "--name=l2kit",
-        f"--filename={_fio_file(folder)}",
-        f"--rw={operation}",
-        "--direct=1",
-        "--ioengine=libaio",
-        f"--iodepth={_THREADS}",
-        f"--bs={min(batch.nbytes, _UNIT)}",
-        f"--size={len(batch.keys) * batch.nbytes}",
-        "--loops=4",
-        "--output-format=json",
-    ]
-
-    def run() -> float:
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        figures = json.loads(output[output.index("{") :])["jobs"][0][operation]
-        return batch.gigabytes * 1e9 / float(figures["bw_bytes"])
-
-    return Side(name=_FIO, work=blocking(run), in_process=False)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@ installed, for what the device does. By itself: ``python bench/posix.py [--quick
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import l2kit
+from bench import fio
 from bench.lmcache_peer import LMCachePeer, why_missing
 from bench.objects import VERIFIED, Batch, blocking, our_load, our_lookup, our_store
 from bench.pairs import Result, Side, Target, compare_all, run_all
@@ -30,7 +27,6 @@ _MEDIUM_BYTES: Final = 4 << 20
 _LOOKUP_KEYS: Final = 512
 _LOOKUPS: Final = 5
 _LOOP: Final = "pwritev/preadv loop"
-_FIO: Final = "fio O_DIRECT"
 #: What the reads have in one call and one thread: as many as the adapter's own batches.
 _GROUP_BYTES: Final = 1 << 20
 
@@ -42,19 +38,19 @@ async def measure(*, quick: bool) -> list[Result]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="l2kit-bench-")))
         peers = {kind: stack.enter_context(contextlib.closing(peer)) for kind, peer in _peers(folder)}
-        if not _fio_is_here():
-            print("# no fio here: nothing to say what the device does with O_DIRECT")
         async with l2kit.open_adapter(f"file://{folder / 'ours'}") as adapter:
             for count, nbytes in _SHAPES:
                 batch = Batch(count, nbytes)
                 plain = _PlainLoop(folder / f"plain-{nbytes}", batch)
-                fio = [_fio(folder, batch, rw) for rw in ("write", "read") if _fio_is_here()]
+                limits = [
+                    fio.side(batch, rw, queue_depth=8, directory=folder) for rw in ("write", "read") if fio.is_here()
+                ]
                 common: dict[str, Any] = {"amount": batch.gigabytes, "unit": "GB/s", "rounds": rounds}
                 storing = [peer.storing(batch) for peer in peers.values()]
                 results += await compare_all(
                     f"file:// store {batch.size}",
                     our_store(adapter, batch),
-                    [*storing, plain.storing(), *fio[:1]],
+                    [*storing, plain.storing(), *limits[:1]],
                     targets=_targets(peers, nbytes),
                     note=VERIFIED,
                     **common,
@@ -62,7 +58,7 @@ async def measure(*, quick: bool) -> list[Result]:
                 results += await compare_all(
                     f"file:// load {batch.size}",
                     our_load(adapter, batch),
-                    [*(peer.loading(batch) for peer in peers.values()), plain.loading(), *fio[1:]],
+                    [*(peer.loading(batch) for peer in peers.values()), plain.loading(), *limits[1:]],
                     targets=_targets(peers, nbytes) | {_LOOP: Target(0.65)},
                     note=VERIFIED,
                     **common,
@@ -181,35 +177,6 @@ class _PlainLoop:
                     os.close(descriptor)
 
         return Side(name=_LOOP, work=blocking(load), first=self._batch.proven(blocking(load)))
-
-
-@functools.cache
-def _fio_is_here() -> bool:
-    return shutil.which("fio") is not None
-
-
-def _fio(folder: Path, batch: Batch, operation: str) -> Side:
-    """What the device does with as many bytes in requests of up to 1 MiB, eight in flight, past the page cache."""
-    command = [
-        "fio",
-        "--name=l2kit",
-        f"--directory={folder}",
-        f"--rw={operation}",
-        "--direct=1",
-        "--ioengine=libaio",
-        "--iodepth=8",
-        f"--bs={min(batch.nbytes, 1 << 20)}",
-        f"--size={len(batch.keys) * batch.nbytes}",
-        "--loops=4",
-        "--output-format=json",
-    ]
-
-    def run() -> float:
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        figures = json.loads(output[output.index("{") :])["jobs"][0][operation]
-        return batch.gigabytes * 1e9 / float(figures["bw_bytes"])
-
-    return Side(name=_FIO, work=blocking(run), in_process=False)
 
 
 if __name__ == "__main__":
