@@ -30,7 +30,7 @@ help: ## list the targets
 
 setup: .venv/.stamp redis-server ## prepare .venv and a redis-server
 
-check: lint types imports ## everything quick: ruff, mypy, import-linter, unit tests (about a minute)
+check: lint types imports ## everything quick: ruff, mypy, import-linter, unit tests (about two minutes)
 	$(PYTEST) -q $(UNIT_TESTS) -m "not service and not slow and not e2e"
 
 lint: .venv/.stamp
