@@ -23,8 +23,8 @@ _INTERRUPTED: Final = 128 + 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``arguments`` are the process's own by default."""
     options = _parser().parse_args(arguments)
-    # Errors are told once, here; what the library logs on the way repeats them with tracebacks.
-    logging.getLogger("l2kit").addHandler(logging.NullHandler())
+    # Errors are told once, here; what the library and its plugins log on the way repeats them with tracebacks.
+    logging.getLogger().addHandler(logging.NullHandler())
     try:
         code: int = options.run(options)
         sys.stdout.flush()
