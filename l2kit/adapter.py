@@ -399,6 +399,13 @@ class L2Adapter(ABC, Generic[ConfigT]):
         """Why this adapter does not do all of its work although no call fails; None when all is well. Any thread."""
         return self._supervisor.trouble
 
+    def worked_again_at(self, lane: Lane) -> float:
+        """When this adapter last found out by itself that its failing reads or writes work again.
+
+        In seconds of `time.monotonic`, 0 for never; failures before that say nothing about now. Any thread.
+        """
+        return 0.0
+
     async def __aenter__(self) -> Self:
         if self._state != "new":
             raise ClosedError(f"{self.name}: an adapter opens once; make a new one")

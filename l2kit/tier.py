@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import anyio
 
 from l2kit.adapter import L2Adapter
+from l2kit.batches import Lane
 from l2kit.errors import BackendError, BackendTimeoutError, L2Error, TaskCancelledError
 from l2kit.metrics import Counters
 from l2kit.supervision import Supervisor
@@ -35,6 +36,7 @@ TIER_COUNTERS: Final = (
 #: A tier may answer one kind of work and hang in another, so health and trust are kept for each kind apart.
 Work = Literal["lookup", "load", "store"]
 
+_LANES: Final[dict[Work, Lane]] = {"lookup": "read", "load": "read", "store": "write"}
 _LOG_INTERVAL_S: Final = 10.0
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Tier:
         self.counters: Final = Counters(TIER_COUNTERS)
         self.supervisor: Final = Supervisor(f"tier {adapter.name}")
         self._errors: dict[Work, L2Error] = {}  # the last error of each kind of work that has not succeeded since
+        self._failed_at: dict[Work, float] = {}  # in seconds of time.monotonic
         self._quiet_until: dict[Work, float] = {}
         self._overdue: set[Work] = set()
         self._unanswered: Counter[Work] = Counter()
@@ -56,14 +59,16 @@ class Tier:
 
     @property
     def healthy(self) -> bool:
-        """False after some kind of work failed or timed out, until that kind succeeds, and while there is trouble."""
+        """False after some kind of work failed or timed out, until it works again, and while there is trouble."""
         return self.last_error is None
 
     @property
     def last_error(self) -> L2Error | None:
-        """The last failure that no success has made good, or the trouble in the background; None when healthy."""
-        errors = list(self._errors.values())  # one step: other threads ask too
-        return errors[-1] if errors else self.supervisor.trouble or self.adapter.trouble
+        """The last failure that nothing has made good since, or the trouble in the background; None when healthy."""
+        for work, error in reversed(list(self._errors.items())):  # one step: other threads ask too
+            if self._failed_at[work] >= self.adapter.worked_again_at(_LANES[work]):
+                return error
+        return self.supervisor.trouble or self.adapter.trouble
 
     def trusted(self, work: Work) -> bool:
         """False while an answer of this kind is overdue: nobody waits for the next one.
@@ -100,6 +105,7 @@ class Tier:
         if self._errors.pop(work, None) is None and now >= self._quiet_until.get(work, 0.0):
             self._quiet_until[work] = now + _LOG_INTERVAL_S
             _log.warning("tier %s: a %s failed: %s", self.name, work, error)
+        self._failed_at[work] = now
         self._errors[work] = error
 
     def broke(self, work: Work, error: Exception) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 import msgspec
 
 from l2kit.adapter import KeyInfo, L2Adapter, Usage
+from l2kit.batches import Lane
 from l2kit.config import AdapterConfig, build
 from l2kit.errors import L2Error
 from l2kit.keys import ObjectKey
@@ -104,6 +105,10 @@ class WrappingAdapter(L2Adapter[AdapterConfig], Generic[OptionsT]):
     def trouble(self) -> L2Error | None:
         """Its own, else that of the adapter underneath."""
         return super().trouble or self.inner.trouble
+
+    def worked_again_at(self, lane: Lane) -> float:
+        """What the adapter underneath says."""
+        return self.inner.worked_again_at(lane)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

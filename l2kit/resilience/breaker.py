@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -51,6 +52,7 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
         """Stand around ``inner``."""
         super().__init__(inner, options)
         self.circuits: Final[dict[Lane, Circuit]] = {"read": Circuit(self.options), "write": Circuit(self.options)}
+        self._worked_again_at: dict[Lane, float] = {}
 
     @property
     def trouble(self) -> L2Error | None:
@@ -60,6 +62,10 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
             if error is not None:
                 return BackendError(f"{self.name}: {side}s are suspended until a probe succeeds: {error}")
         return super().trouble
+
+    def worked_again_at(self, lane: Lane) -> float:
+        """When a probe last closed the circuit."""
+        return max(self._worked_again_at.get(lane, 0.0), super().worked_again_at(lane))
 
     async def open(self) -> None:
         """Get ready to send probes."""
@@ -160,6 +166,7 @@ class BreakerAdapter(WrappingAdapter[ResilienceConfig]):
                     continue
                 self._tripped[side] = anyio.Event()
                 circuit.probe_succeeded()
+                self._worked_again_at[side] = time.monotonic()
                 _log.warning("%s: %ss work again", self.name, side)
 
     async def _probe(self, side: Lane) -> None:

@@ -18,7 +18,7 @@ NewPrompt = Callable[[int], list[int]]
 
 EVEN = 3 * CHUNK_SIZE + 20
 LOOKUP_TIMEOUT_S = 3.0
-RECOVERY_S = 6.0
+RECOVERY_S = 60.0
 
 
 class Engines(NamedTuple):
@@ -92,15 +92,12 @@ def test_server_killed_between_the_two(engines: Engines, new_prompt: NewPrompt) 
     assert second.record(second.ask(other).request_id).written == 768  # it has come back by itself
 
 
-def _recover(first: VLLMProcess, second: VLLMProcess, new_prompt: NewPrompt) -> None:
-    """Store, look up and load until the breakers, opened by a server that was killed before, have closed again."""
+def _recover(process: VLLMProcess) -> None:
+    """Wait until the breakers, opened by a server that was killed before, have closed again: nothing asks for that."""
     give_up = time.monotonic() + RECOVERY_S
-    while not second.tier("server")["healthy"]:
-        assert time.monotonic() < give_up, str(second.tier("server"))+str(second.status())
-        prompt = new_prompt(CHUNK_SIZE + 20)
-        for process in (first, second):
-            process.ask(prompt)
-            process.drain()
+    while not (status := process.tier("server"))["healthy"]:
+        assert time.monotonic() < give_up, status
+        time.sleep(0.05)
 
 
 def _again(process: VLLMProcess, prompt: list[int]) -> str:
@@ -135,7 +132,7 @@ def test_server_killed_while_the_second_loads(engines: Engines, new_prompt: NewP
 def test_server_that_hangs(engines: Engines, new_prompt: NewPrompt) -> None:
     """Answers come by the deadline, what is in L1 is served, and the process ends in time."""
     server, first, second = engines
-    _recover(first, second, new_prompt)
+    _recover(second)
     known, prompt, other = new_prompt(EVEN), new_prompt(EVEN), new_prompt(EVEN)
     reference = first.ask(prompt)
     first.drain()

@@ -166,6 +166,18 @@ async def test_what_fails_is_counted_logged_once_and_keeps_the_tier_unhealthy(ca
         assert manager.status()["tiers"]["a"]["healthy"] is True
 
 
+async def test_a_tier_that_a_probe_finds_working_is_healthy_again_without_traffic() -> None:
+    async with storage({"url": "odd://?resilience.breaker_pause_s=0.05", "name": "a"}) as manager:
+        odd(manager).failing["store"] = BackendError("no disk")
+        for n in range(8):
+            write(manager, key(n))
+            await manager.drain()
+        assert not manager.tiers[0].healthy
+        odd(manager).failing.clear()
+        await until(lambda: manager.tiers[0].healthy)
+        assert manager.status()["tiers"]["a"]["stored_objects"] == 0
+
+
 async def test_a_tier_without_room_drops_and_stays_healthy() -> None:
     async with storage({"url": "odd://?max_bytes=100", "name": "a"}) as manager:
         write(manager, key(0))
