@@ -39,6 +39,7 @@ from l2kit.outcomes import (
 )
 from l2kit.quarantine import Quarantine
 from l2kit.serde import CodecSource
+from l2kit.sharing import Sharing
 from l2kit.task import L2Task, Outcome, TaskRunner
 
 if TYPE_CHECKING:
@@ -51,13 +52,14 @@ ResultT = TypeVar("ResultT")
 #: Below this, hashing on the loop (about 30 µs) costs less than the way to a thread and back.
 INLINE_CPU_BYTES: Final = 1 << 20
 #: Objects that go to the backend in one call have so many bytes together; a larger one goes alone.
-_GROUP_BYTES: Final = 4 << 20
-#: Above this an object waits for its backend more than for the interpreter.
-_WORTH_A_WORKER_S: Final = 0.5e-3
+_GROUP_BYTES: Final = 16 << 20
 
 #: Which of an adapter's threads the running batch uses: writes that are stuck must not keep readers waiting.
 Lane = Literal["read", "write"]
 current_lane: Final[ContextVar[Lane]] = ContextVar("l2kit_lane", default="read")
+
+_STORE_COUNTERS: Final = {status: f"store.{status}" for status in StoreStatus}
+_LOAD_COUNTERS: Final = {status: f"load.{status}" for status in LoadStatus}
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class Batches:
         self.leases: Counter[ObjectKey] = Counter()
         self.counters = counters
         self.quarantine = Quarantine()
-        self._object_s: dict[Lane, float] = {"read": 0.0, "write": 0.0}  # what an object takes in a group, on average
+        self._sharing: Final[dict[Lane, Sharing]] = {"read": Sharing(), "write": Sharing()}
 
     def submit(
         self,
@@ -123,12 +125,14 @@ class Batches:
         for index, key in enumerate(keys):
             first.setdefault(key, index)
         outcomes: dict[ObjectKey, StoreOutcome] = {}
+        moved_bytes = 0
 
         async def store_group(group: Sequence[int]) -> None:
             items: dict[int, StoreItem] = {}
             for index in group:
                 try:
-                    if self.quarantine.is_damaged(keys[index]):  # an adapter that keeps what is present would keep it
+                    # An adapter that keeps what is present would keep what is damaged.
+                    if self.quarantine and self.quarantine.is_damaged(keys[index]):
                         await adapter.delete_one(keys[index])
                     items[index] = StoreItem(keys[index], objects[index], adapter)
                 except Exception as error:
@@ -141,17 +145,19 @@ class Batches:
                     finish(index, StoreOutcome.failed(self._translate(answer)))
                     continue
                 stored = answer is StoreStatus.STORED
-                if stored:
+                if stored and self.quarantine:
                     self.quarantine.discard(keys[index])
                 finish(index, StoreOutcome(answer, item.stored_bytes if stored else 0))
 
         def finish(index: int, outcome: StoreOutcome) -> None:
+            nonlocal moved_bytes
+            moved_bytes += outcome.nbytes
             outcomes[keys[index]] = outcome
-            self.counters[f"store.{outcome.status}"] += 1
+            self.counters[_STORE_COUNTERS[outcome.status]] += 1
             self.counters["stored_bytes"] += outcome.nbytes
             task.complete(index, outcome)
 
-        await adapter.for_each(self._groups(list(first.values()), keys, objects), store_group)
+        await self._in_groups(list(first.values()), keys, objects, store_group, lambda: moved_bytes)
         for index, key in enumerate(keys):
             task.complete(index, outcomes[key])
 
@@ -162,13 +168,14 @@ class Batches:
         sizes: dict[ObjectKey, int | None] = dict.fromkeys(distinct)
         if asked:
             sizes.update(zip(asked, await self._adapter.acquire_many(asked), strict=True))
-        for size in sizes.values():
+        distinct_sizes = set(sizes.values()) - {None}
+        for size in distinct_sizes:
             if size is not None and size < 0:
                 raise BackendError(f"{self._adapter.name}: lookup answered a size of {size} bytes")
         # A key given twice is locked once; its second unlock is a miss.
-        self.leases.update(key for key, size in sizes.items() if size is not None)
+        self.leases.update([key for key, size in sizes.items() if size is not None])
         # Outcomes are facts about sizes, and most objects have the same.
-        known = {size: LookupOutcome(LookupStatus.HIT, size) for size in sizes.values() if size is not None}
+        known = {size: LookupOutcome(LookupStatus.HIT, size) for size in distinct_sizes if size is not None}
         miss = LookupOutcome(LookupStatus.MISS)
         outcomes = [miss if (size := sizes[key]) is None else known[size] for key in keys]
         misses = outcomes.count(miss)
@@ -179,17 +186,21 @@ class Batches:
     async def load(self, task: L2Task[LoadOutcome], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         """Body of a load task."""
         adapter = self._adapter
+        moved_bytes = 0
 
         async def load_group(group: Sequence[int]) -> None:
             items: dict[int, LoadItem] = {}
             for index in group:
-                if keys[index] in self.quarantine:
+                if self.quarantine and keys[index] in self.quarantine:
                     self.counters["load.quarantined"] += 1
                     finish(index, LoadOutcome(LoadStatus.MISS))
                 else:
                     items[index] = LoadItem(keys[index], objects[index], adapter)
             answers = await self._answers(items.values(), self._load_one, adapter.load_many)
             for (index, item), answer in zip(items.items(), answers, strict=True):
+                if type(answer) is int and item.is_intact(answer):  # a thread has seen to it; the common case
+                    finish(index, LoadOutcome(LoadStatus.LOADED, item.frame.nbytes))
+                    continue
                 try:
                     outcome = await self._verified(item, answer)
                 except Exception as caught:
@@ -200,11 +211,13 @@ class Batches:
                 finish(index, outcome)
 
         def finish(index: int, outcome: LoadOutcome) -> None:
-            self.counters[f"load.{outcome.status}"] += 1
+            nonlocal moved_bytes
+            moved_bytes += outcome.nbytes
+            self.counters[_LOAD_COUNTERS[outcome.status]] += 1
             self.counters["loaded_bytes"] += outcome.nbytes
             task.complete(index, outcome)
 
-        await adapter.for_each(self._groups(range(len(keys)), keys, objects), load_group)
+        await self._in_groups(range(len(keys)), keys, objects, load_group, lambda: moved_bytes)
 
     async def unlock(self, task: L2Task[DeleteOutcome], keys: Sequence[ObjectKey]) -> None:
         """Body of an unlock task, which has no deadline: it bounds itself, and is never left out."""
@@ -240,19 +253,39 @@ class Batches:
 
         await self._adapter.for_each(range(len(keys)), delete_one)
 
-    def _groups(
-        self, indices: Sequence[int], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
-    ) -> list[list[int]]:
-        """What goes to the backend in one call: one object, or several small ones.
+    async def _in_groups(
+        self,
+        indices: Sequence[int],
+        keys: Sequence[ObjectKey],
+        objects: Sequence[MemoryObj],
+        work: Callable[[Sequence[int]], Awaitable[None]],
+        moved_bytes: Callable[[], int],
+    ) -> None:
+        """Do ``work`` on all of a batch, in groups that go to the backend in one call each.
 
-        Objects that take long are shared out among all workers. Those that do not go one after the other in one call:
-        threads that all want the interpreter's lock for some microseconds keep each other waiting.
+        Small objects share a call. The groups go one after the other in one worker, or are dealt to all workers,
+        whichever is faster: see `Sharing`.
         """
         most = self._adapter.capabilities.group_keys
-        if self._object_s[current_lane.get()] > _WORTH_A_WORKER_S:
-            most = min(most, -(-len(indices) // self._adapter.config.max_concurrency))
-        if most <= 1:
-            return [[index] for index in indices]
+        workers = self._adapter.config.max_concurrency
+        if most <= 1 or not indices:
+            await for_each([[index] for index in indices], work, max_concurrency=workers)
+            return
+        count, nbytes = len(indices), sum(objects[index].nbytes for index in indices)
+        sharing = self._sharing[current_lane.get()]
+        plan = sharing.plan(count, nbytes)
+        if plan.shared:
+            most = min(most, -(-count // workers))
+        groups = self._groups(indices, keys, objects, most)
+        started = time.perf_counter()
+        await for_each(groups, work, max_concurrency=workers if plan.shared else 1)
+        if moved_bytes() >= nbytes:  # misses and failures are faster, or slower, than what moves
+            sharing.took(plan, count, nbytes, time.perf_counter() - started)
+
+    @staticmethod
+    def _groups(
+        indices: Sequence[int], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], most: int
+    ) -> list[list[int]]:
         groups: list[list[int]] = []
         inside: set[ObjectKey] = set()
         room = 0
@@ -277,11 +310,7 @@ class Batches:
         try:
             if self._adapter.capabilities.group_keys <= 1:
                 return [await one(item) for item in items]
-            started = time.perf_counter()
             answers = await many(tuple(items)) if items else []
-            if items:
-                lane, took_s = current_lane.get(), (time.perf_counter() - started) / len(items)
-                self._object_s[lane] += 0.2 * (took_s - self._object_s[lane])
             if len(answers) != len(items):
                 what = f"{len(answers)} answers for {len(items)} keys"
                 raise AdapterContractError(f"{self._adapter.name}: {what}")

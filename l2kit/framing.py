@@ -7,7 +7,7 @@ the caller's own memory in both directions.
 from __future__ import annotations
 
 from l2kit import envelope
-from l2kit.envelope import Envelope
+from l2kit.envelope import Envelope, RunningChecksum
 from l2kit.errors import CapacityError, CorruptObjectError
 from l2kit.keys import ObjectKey
 from l2kit.memory import MemoryObj, first_bytes
@@ -22,6 +22,34 @@ def seal(key: ObjectKey, obj: MemoryObj, chain: CodecChain, alignment: int) -> l
     payload = chain.encode(obj.segments, key, obj.layout)
     head = envelope.seal(key, obj.layout, payload, metadata=chain.metadata, alignment=alignment)
     return [memoryview(head), *payload]
+
+
+class Sealing:
+    """An uncoded object on its way out in pieces, whose checksum is made on the way. One thread at a time.
+
+    Attributes:
+        data: what :func:`seal` returns; its first part is complete only after :meth:`finish`, so that goes last.
+    """
+
+    def __init__(self, key: ObjectKey, obj: MemoryObj, alignment: int) -> None:
+        """Nothing of ``obj`` is looked at yet."""
+        self._key = key
+        self._layout = obj.layout
+        self._alignment = alignment
+        self._head = bytearray(envelope.payload_offset(0, alignment))
+        self._checksum = RunningChecksum(b"", obj.segments)
+        self.data = [memoryview(self._head), *obj.segments]
+
+    def advance(self, until: int) -> None:
+        """Hash :attr:`data` up to byte ``until``, from where the last call has left off. CPU-bound."""
+        self._checksum.advance(until - len(self._head))
+
+    def finish(self) -> None:
+        """Hash what is left, and complete the head. CPU-bound."""
+        self._checksum.advance(self._layout.nbytes)
+        self._head[:] = envelope.head_of(
+            self._key, self._layout, self._layout.nbytes, self._checksum.digest(), alignment=self._alignment
+        )
 
 
 class LoadFrame:
@@ -48,8 +76,23 @@ class LoadFrame:
         """Writable buffers for the stored bytes, in order."""
         return [self._head, *self._payload]
 
-    def finish(self, stored_bytes: int) -> bool:
+    def running_checksum(self) -> RunningChecksum:
+        """Of the payload that arrives behind the head, which has arrived."""
+        return RunningChecksum(bytes(self._metadata), self._payload)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head, which is the first of :attr:`into`."""
+        return len(self._head)
+
+    @property
+    def _metadata(self) -> memoryview:
+        return self._head[envelope.HEADER_BYTES : envelope.HEADER_BYTES + len(self._chain.metadata)]
+
+    def finish(self, stored_bytes: int, running: RunningChecksum | None = None) -> bool:
         """Verify and decode after the backend filled :attr:`into` from an object of ``stored_bytes``.
+
+        ``running`` is of the same bytes, from the same head to as far as it got, if somebody made it on the way.
 
         Returns:
             True when the target holds the object (:attr:`nbytes` says how long it is); False when the object was stored
@@ -60,13 +103,16 @@ class LoadFrame:
             CapacityError: the target is too small for it.
         """
         header = self._parse(self._head, stored_bytes)
-        metadata = self._head[envelope.HEADER_BYTES : envelope.HEADER_BYTES + len(self._chain.metadata)]
         if header.payload_offset != len(self._head) or header.chain_id != envelope.chain_id(self._chain.metadata):
             if stored_bytes > 2 * header.layout.nbytes + _EXPANSION_SLACK_BYTES:
                 raise CorruptObjectError("length", f"{stored_bytes} bytes are stored for {header.layout.nbytes}")
             return False
         payload = first_bytes(self._payload, header.stored_length)
-        envelope.verify(header, self._key, metadata, payload, stored_bytes)
+        content = None
+        if running is not None and running.done_bytes <= header.stored_length:
+            running.advance(header.stored_length)
+            content = running.digest()
+        envelope.verify_content(header, self._metadata, payload, stored_bytes, content)
         if not self._chain.is_raw:
             self._decode(self._chain, payload[0] if payload else memoryview(b""), header)
         elif header.stored_length != header.layout.nbytes:
@@ -84,7 +130,7 @@ class LoadFrame:
         header = self._parse(stored, stored_bytes)
         metadata = stored[envelope.HEADER_BYTES : envelope.HEADER_BYTES + header.metadata_length]
         payload = stored[header.payload_offset :]
-        envelope.verify(header, self._key, metadata, [payload], stored_bytes)
+        envelope.verify_content(header, metadata, [payload], stored_bytes)
         self._decode(CodecChain.from_metadata(bytes(metadata), source), payload, header)
         self.nbytes = header.layout.nbytes
 

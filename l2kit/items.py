@@ -6,10 +6,12 @@ the transfer does them there as well, without another way to a thread and back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from l2kit.envelope import RunningChecksum
 from l2kit.errors import CapacityError
-from l2kit.framing import LoadFrame, seal
+from l2kit.framing import LoadFrame, Sealing, seal
 from l2kit.keys import ObjectKey
 from l2kit.memory import MemoryObj
 
@@ -18,9 +20,15 @@ if TYPE_CHECKING:
 
 
 class StoreItem:
-    """One object to be stored. One thread at a time."""
+    """One object to be stored. One thread at a time.
 
-    __slots__ = ("_adapter", "_obj", "_sealed", "key", "nbytes")
+    Attributes:
+        key: its name.
+        nbytes: its size in memory.
+        stored_bytes: how many bytes there are to be written; 0 before the first call of :meth:`data` or :meth:`begin`.
+    """
+
+    __slots__ = ("_adapter", "_obj", "_sealed", "key", "nbytes", "stored_bytes")
 
     def __init__(self, key: ObjectKey, obj: MemoryObj, adapter: L2Adapter[Any]) -> None:
         """Made by the framework for ``adapter``, which says how it is stored."""
@@ -29,6 +37,7 @@ class StoreItem:
         self._obj = obj
         self._adapter = adapter
         self._sealed: list[memoryview] | None = None
+        self.stored_bytes = 0
 
     def data(self) -> list[memoryview]:
         """What to write: the concatenation of these, as in `L2Adapter.store_one`. Made at the first call. CPU-bound.
@@ -37,18 +46,32 @@ class StoreItem:
             CapacityError: it is larger than ``capabilities.max_object_bytes``.
         """
         if self._sealed is None:
-            adapter, limit = self._adapter, self._adapter.capabilities.max_object_bytes
+            adapter = self._adapter
             sealed = seal(self.key, self._obj, adapter.codecs, adapter.capabilities.alignment)
-            size = sum(map(len, sealed))
-            if limit is not None and size > limit:
-                raise CapacityError(f"{adapter.name}: {size} bytes exceed the largest object of {limit} bytes")
+            self._check(sum(map(len, sealed)))
             self._sealed = sealed
         return self._sealed
 
-    @property
-    def stored_bytes(self) -> int:
-        """Size of :meth:`data`; 0 before its first call."""
-        return sum(map(len, self._sealed or ()))
+    def begin(self) -> Sealing | None:
+        """For who writes a large object piece by piece: its checksum is made on the way, not before. Cheap.
+
+        None where the object is to be encoded first, or was sealed already: :meth:`data` has it.
+
+        Raises:
+            CapacityError: it is larger than ``capabilities.max_object_bytes``.
+        """
+        if self._sealed is not None or not self._adapter.codecs.is_raw:
+            return None
+        sealing = Sealing(self.key, self._obj, self._adapter.capabilities.alignment)
+        self._check(sum(map(len, sealing.data)))
+        return sealing
+
+    def _check(self, stored_bytes: int) -> None:
+        limit = self._adapter.capabilities.max_object_bytes
+        if limit is not None and stored_bytes > limit:
+            what = f"{stored_bytes} bytes exceed the largest object of {limit} bytes"
+            raise CapacityError(f"{self._adapter.name}: {what}")
+        self.stored_bytes = stored_bytes
 
 
 class LoadItem:
@@ -87,10 +110,17 @@ class LoadItem:
 
         It never raises: the framework learns of it. Who does not call this leaves it to the framework.
         """
-        if size is None:
-            return
+        if size is not None:
+            self._judge(size, None)
+
+    def receive(self) -> Receiving:
+        """A new attempt that is verified on the way, while what arrives is in the processor's cache."""
+        self._verdict = None
+        return Receiving(self._frame, self._judge)
+
+    def _judge(self, size: int, running: RunningChecksum | None) -> None:
         try:
-            self._verdict = size, self._frame.finish(size)
+            self._verdict = size, self._frame.finish(size, running)
         except Exception as error:
             self._verdict = size, error
 
@@ -107,7 +137,42 @@ class LoadItem:
             raise verdict[1]
         return verdict[1]
 
+    def is_intact(self, size: int) -> bool:
+        """Whether :meth:`verify` has found an object of ``size`` bytes to be the one that was asked for."""
+        verdict = self._verdict
+        return verdict is not None and verdict[0] == size and verdict[1] is True
+
     @property
     def is_verified(self) -> bool:
         """Whether :meth:`verify` has done the work."""
         return self._verdict is not None
+
+
+class Receiving:
+    """One attempt to load one object, in order. One thread at a time; a repetition is an attempt of its own.
+
+    Attributes:
+        into: the buffers to fill, as in `L2Adapter.load_one`.
+    """
+
+    __slots__ = ("_checksum", "_frame", "_judge", "into")
+
+    def __init__(self, frame: LoadFrame, judge: Callable[[int, RunningChecksum | None], None]) -> None:
+        """Made by `LoadItem.receive`."""
+        self._frame = frame
+        self._judge = judge
+        self._checksum: RunningChecksum | None = None
+        self.into: Final = frame.into
+
+    def advance(self, nbytes: int) -> None:
+        """The first ``nbytes`` of the object have arrived in :attr:`into`, for good. CPU-bound."""
+        head_bytes = self._frame.head_bytes
+        if self._checksum is None:
+            if nbytes < head_bytes:
+                return
+            self._checksum = self._frame.running_checksum()
+        self._checksum.advance(nbytes - head_bytes)
+
+    def finish(self, size: int) -> None:
+        """The whole object of ``size`` stored bytes has arrived. See `LoadItem.verify`."""
+        self._judge(size, self._checksum)

@@ -12,6 +12,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -88,7 +89,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         return _digest(b"l2kit-namespace", *parts).hex()
 
 
-class ObjectKey(msgspec.Struct, frozen=True):
+class ObjectKey(msgspec.Struct, frozen=True, dict=True):
     """The name of one object. Keys sort by their encoding.
 
     Attributes:
@@ -126,6 +127,10 @@ class ObjectKey(msgspec.Struct, frozen=True):
 
         It has no upper-case letters, so it stays injective on file systems that fold case.
         """
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> str:
         part = "all" if self.layer is None else f"l{self.layer}"
         return f"{self.namespace}/{self.chunk_hash.hex()}/s{self.shard}of{self.shards}.g{self.group}.{part}"
 
@@ -152,7 +157,7 @@ class ObjectKey(msgspec.Struct, frozen=True):
             raise ConfigError(f"key: {text!r} is not in canonical form")
         return key
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes over the canonical text; the envelope echoes them."""
         return _digest(b"l2kit-key", self.encode().encode())

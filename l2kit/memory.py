@@ -228,6 +228,19 @@ class Arena:
         self._extents.insert(index, (offset, nbytes))
 
 
+def split(segments: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """A scatter/gather list in two: its first ``nbytes``, and what is left."""
+    front: list[memoryview] = []
+    back: list[memoryview] = []
+    for segment in segments:
+        if nbytes > 0:
+            front.append(segment[:nbytes])
+        if nbytes < len(segment):
+            back.append(segment[max(nbytes, 0) :])
+        nbytes -= len(segment)
+    return front, back
+
+
 def first_bytes(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """The first ``nbytes`` of a scatter/gather list; less when it is shorter."""
     kept: list[memoryview] = []

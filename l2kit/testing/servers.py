@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -156,6 +157,17 @@ class RespServer(ABC):
         assert isinstance(reply, bytes)
         lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
         return {name: value for name, colon, value in lines if colon}
+
+    def wait_until_copied(self) -> None:
+        """Wait until the replicas have all that this server has (WAIT is about the writes of its own connection)."""
+        offset = int(self.info("replication")["master_repl_offset"])
+
+        def copied() -> bool:
+            lines = [line for name, line in self.info("replication").items() if re.fullmatch(r"slave\d+", name)]
+            offsets = [re.search(r"\boffset=(\d+)", line) for line in lines]
+            return bool(offsets) and all(found is not None and int(found[1]) >= offset for found in offsets)
+
+        wait_until(copied, "replication")
 
     def ping(self) -> bool:
         """True when the server answers and is ready to serve."""

@@ -33,7 +33,7 @@ class GroupAdapter(DictAdapter):
         self.error: Exception | None = None
         self.forget = 0
         self.verifies = False
-        self.pause_s = 0.0
+        self.pause_each_s = 0.0
 
     async def store_many(self, items: Sequence[StoreItem]) -> Sequence[StoreStatus | Exception]:
         self._take(items)
@@ -42,7 +42,7 @@ class GroupAdapter(DictAdapter):
 
     async def load_many(self, items: Sequence[LoadItem]) -> Sequence[int | Exception | None]:
         self._take(items)
-        await anyio.sleep(self.pause_s)
+        await anyio.sleep(self.pause_each_s * len(items))
         answers = await super().load_many(items)
         for item, answer in zip(items, answers, strict=True):
             if self.verifies and isinstance(answer, int):
@@ -75,19 +75,24 @@ async def test_a_batch_is_cut_into_groups() -> None:
         adapter.groups.clear()
         assert await get(adapter, keys(6)) == ["loaded"] * 6
         assert [len(group) for group in adapter.groups] == [6]
-        adapter.pause_s = 0.02
-        await get(adapter, keys(6))
-        adapter.pause_s = 0
-        adapter.groups.clear()
-        assert await get(adapter, keys(6)) == ["loaded"] * 6
-        assert [len(group) for group in adapter.groups] == [3, 3], "what takes long is shared by both workers"
         assert await get(adapter, [*keys(6), *keys(6)]) == ["loaded"] * 12
         assert all(len(set(group)) == len(group) for group in adapter.groups), "keys of one call are distinct"
 
 
-async def test_a_group_is_no_larger_than_four_mebibytes() -> None:
+async def test_what_takes_its_time_for_each_object_is_shared_by_all_workers() -> None:
+    async with make(GroupAdapter, max_concurrency=2) as adapter:
+        await put(adapter, 6)
+        adapter.pause_each_s = 0.002
+        for _ in range(4):
+            await get(adapter, keys(6))
+        adapter.groups.clear()
+        await get(adapter, keys(6))
+        assert [len(group) for group in adapter.groups] == [3, 3]
+
+
+async def test_a_group_is_no_larger_than_sixteen_mebibytes() -> None:
     async with make(GroupAdapter, max_concurrency=1) as adapter:
-        sizes = [3_000_000, 3_000_000, 100, 100, 9_000_000, 100]
+        sizes = [12_000_000, 12_000_000, 100, 100, 36_000_000, 100]
         await adapter.submit_store_task(keys(6), [wrap(bytes(size)) for size in sizes])
         assert [len(group) for group in adapter.groups] == [1, 3, 1, 1]
 

@@ -48,7 +48,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
     api_version = (1, 1)
     config_type = RedisConfig
     capabilities = Capabilities(
-        persistent=True, shared=True, lock="server", evicts=True, max_object_bytes=_MAX_OBJECT_BYTES, group_keys=64
+        persistent=True, shared=True, lock="server", evicts=True, max_object_bytes=_MAX_OBJECT_BYTES, group_keys=128
     )
 
     #: What each server that is written to said of itself when the adapter was opened.
@@ -69,6 +69,7 @@ class RedisAdapter(L2Adapter[RedisConfig]):
             AuthError: the server does not let us in.
             BackendError: nothing answers there, or what answers is no Redis.
         """
+        self._prefix = self.config.prefix
         self._talk = Talk(self.config, self.run_in_thread, self.translate_error)
         self._metered = MeteredTalk(self._talk, self.count)
         ttl_ms = self.config.ttl_ms if self.config.refreshes_ttl else None
@@ -130,9 +131,9 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         Raises:
             L2Error: the server failed; ClosedError outside ``async with``.
         """
-        pattern = glob_escape(self.config.prefix) + b"*"
-        seen: set[bytes] = set()  # SCAN may show a key more than once
         self.check_open()
+        pattern = glob_escape(self._prefix) + b"*"
+        seen: set[bytes] = set()  # SCAN may show a key more than once
         for server in self._metered.servers():
             cursor = b""
             while cursor != b"0":
@@ -188,11 +189,11 @@ class RedisAdapter(L2Adapter[RedisConfig]):
         self.report = tuple(reports)
 
     def _name(self, key: ObjectKey) -> bytes:
-        return self.config.prefix + key.encode().encode()
+        return self._prefix + key.encode().encode()
 
     def _key(self, name: bytes) -> ObjectKey | None:
         try:
-            return ObjectKey.parse(name[len(self.config.prefix) :].decode("ascii"))
+            return ObjectKey.parse(name[len(self._prefix) :].decode("ascii"))
         except (ConfigError, UnicodeDecodeError):
             return None
 

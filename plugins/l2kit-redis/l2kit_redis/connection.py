@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from l2kit_redis.faults import ProtocolError, ServerError
@@ -13,6 +14,8 @@ from l2kit_redis.stream import Patience, Stream
 #: The end of a value that is longer than its destination is read and thrown away up to here; beyond it a new
 #: connection is cheaper.
 _MAX_DRAIN_BYTES: Final = 1 << 20
+#: How long to wait at most for a server to deal with what it was sent, before a connection is given up.
+_LINGER_S: Final = 0.25
 #: Commands in flight at once: their replies fit into the kernel's buffers, so neither side blocks the other.
 _PIPELINE_COMMANDS: Final = 1024
 
@@ -33,11 +36,13 @@ class Connection:
     Attributes:
         closed: True once it is.
         compares_expiry: False once the server has said that it does not know ``PEXPIRE … GT`` (before Redis 7).
+        writing: True while values are sent whose replies were not taken.
         watching: True between WATCH and what ends it; such a connection is not used again.
     """
 
     __slots__ = (
         "_cut",
+        "_in_value",
         "_outstanding",
         "_replies",
         "_round_trips",
@@ -45,6 +50,7 @@ class Connection:
         "closed",
         "compares_expiry",
         "watching",
+        "writing",
     )
 
     def __init__(self, stream: Stream) -> None:
@@ -54,9 +60,11 @@ class Connection:
         self._outstanding = 0
         self._round_trips = 0
         self._cut = False  # a reply was left unread in the middle
+        self._in_value = False
         self.closed = False
         self.compares_expiry = True
         self.watching = False
+        self.writing = False
 
     @property
     def settled(self) -> bool:
@@ -217,12 +225,24 @@ class Connection:
             raise ProtocolError("EXEC was not answered with a list")
         return done
 
-    def receive_value(self, into: Sequence[memoryview], *, length_of_head: int = 0) -> int | bytes | ServerError | None:
+    def receive_value(
+        self,
+        into: Sequence[memoryview],
+        *,
+        length_of_head: int = 0,
+        near_end: Callable[[], None] | None = None,
+    ) -> int | bytes | ServerError | None:
         """Receive a value into ``into``, as much as fits, and return its full length; None for no value.
 
         One of exactly ``length_of_head`` bytes is returned, and ``into`` left alone. After a value that was far too
-        long to be received, the connection is cut: what was asked after it is lost.
+        long to be received, the connection is cut: what was asked after it is lost. In a long value ``near_end`` is
+        called shortly before its end, to send what comes next: the server need not wait for us.
         """
+        ahead = None if near_end is None else partial(self._in_the_middle, near_end)
+        room = sum(map(len, into))
+        if room > length_of_head and self._replies.value_of(into, room, self._is_more_due, ahead):
+            self._outstanding -= 1
+            return room
         length = self._replies.value_length()
         if length is None or isinstance(length, ServerError):
             self._outstanding -= 1
@@ -232,12 +252,12 @@ class Connection:
             self._replies.value([memoryview(head)], length)
             self._outstanding -= 1
             return bytes(head)
-        beyond = length - sum(map(len, into))
+        beyond = length - room
         if beyond > _MAX_DRAIN_BYTES:
             self._replies.value_part(into)
             self._cut = True
             return length  # the reply stays outstanding: whoever owns the connection closes it
-        self._replies.value([*into, memoryview(bytearray(beyond))] if beyond > 0 else into, length)
+        self._replies.value([*into, memoryview(bytearray(beyond))] if beyond > 0 else into, length, ahead)
         self._outstanding -= 1
         return length
 
@@ -246,9 +266,24 @@ class Connection:
         self._stream.abort()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection.
+
+        In the middle of writes only when the server has dealt with those that it got, unless that takes long: an object
+        must not appear after the store that was cancelled has ended.
+        """
         self.closed = True
+        if self.writing:
+            self._stream.end(_LINGER_S)
         self._stream.close()
+
+    def _is_more_due(self) -> bool:
+        return self._outstanding > 1
+
+    def _in_the_middle(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which may send, while a value is being received."""
+        self._in_value = True
+        work()
+        self._in_value = False
 
     def _send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
         self._round_trips += 1
@@ -256,7 +291,8 @@ class Connection:
         try:
             self._stream.send(buffers)
         except ConnectionError:
-            self._raise_last_words()
+            if not self._in_value:
+                self._raise_last_words()
             raise
 
     def _take_reply(self) -> Reply:

@@ -12,18 +12,18 @@ The order is what makes an object in parts one thing:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from types import NoneType
+from typing import Any, Final
 
 import anyio
 import anyio.lowlevel
 
 from l2kit.adapter import caught
-from l2kit.errors import L2Error, first_error
+from l2kit.errors import L2Error
+from l2kit.framing import Sealing
 from l2kit.items import LoadItem, StoreItem
-from l2kit.memory import first_bytes
 from l2kit.outcomes import StoreStatus
 from l2kit_redis import lookups, values
 from l2kit_redis.config import RedisConfig
@@ -31,7 +31,8 @@ from l2kit_redis.connection import Connection
 from l2kit_redis.faults import ServerError
 from l2kit_redis.lookups import Found
 from l2kit_redis.metering import MeteredTalk
-from l2kit_redis.stripes import Head, cut, deal, whole_bytes
+from l2kit_redis.stripe_transfer import ForEach, RunInThread, StripeTransfer
+from l2kit_redis.stripes import Head, whole_bytes
 from l2kit_redis.to_the_end import to_the_end
 from l2kit_redis.upkeep import STRIPES_OUTLIVE_MS, Upkeep
 from l2kit_redis.values import UNREAD
@@ -48,9 +49,6 @@ _HEADLESS_LOOKUPS: Final = 16
 
 #: An envelope and what a codec may add: objects that are smaller by this are surely one value.
 _ENVELOPE_BYTES: Final = 64 << 10
-
-RunInThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-ForEach = Callable[[Sequence[Any], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
 class ObjectStore:
@@ -71,18 +69,16 @@ class ObjectStore:
     ) -> None:
         """``for_each`` runs as many coroutines at once as there are threads, which ``run_in_thread`` uses."""
         self._run_in_thread: Final = run_in_thread
+        self._transfer: Final = StripeTransfer(talk, count, for_each, run_in_thread, config.max_concurrency)
         self._talk: Final = talk
         self._upkeep: Final = upkeep
         self._count: Final = count
-        self._for_each: Final = for_each
         self._ttl_ms: Final = config.ttl_ms
         self._stripes_ttl_ms: Final = None if self._ttl_ms is None else self._ttl_ms + STRIPES_OUTLIVE_MS
         self._refreshes: Final = config.refreshes_ttl
         self._lease_ms: Final = config.lease_ms
         self._stripe_bytes: Final = config.stripe_bytes
         self._whole_bytes: Final = whole_bytes(config.stripe_bytes)
-        self._connections: Final = config.max_concurrency
-        self._under_way: Final = {"read": 0, "write": 0}
         self._headless = 0  # lookups in a row that have found something, and no head
         self._extended_until: Final[dict[bytes, float]] = {}  # by token, on the loop's clock
 
@@ -90,7 +86,7 @@ class ObjectStore:
         """Store one object."""
         size = sum(map(len, data))
         if size > self._whole_bytes:
-            await self._put_in_stripes(name, Head.new(size, self._stripe_bytes), data)
+            await self._put_in_stripes(name, data)
             return StoreStatus.STORED
         replaced = await self._talk.about(
             name, lambda connection: values.put(connection, name, data, self._ttl_ms), writes=True
@@ -105,14 +101,20 @@ class ObjectStore:
         outcomes: dict[bytes, StoreStatus | Exception] = {}
 
         def store(connection: Connection, some: Sequence[bytes]) -> Sequence[Head | Exception | None]:
-            sealed: dict[bytes, Sequence[memoryview]] = {}
             answers: dict[bytes, Head | Exception | None] = {}
-            for name in some:
-                try:
-                    sealed[name] = items[name].data()
-                except Exception as error:
-                    answers[name] = error
-            stored = values.put_each(connection, list(sealed), list(sealed.values()), self._ttl_ms) if sealed else ()
+            sealed: list[bytes] = []
+
+            def seal_each() -> Iterator[tuple[bytes, Sequence[memoryview]]]:
+                for name in some:
+                    try:
+                        data = items[name].data()
+                    except Exception as error:
+                        answers[name] = error
+                    else:
+                        sealed.append(name)
+                        yield name, data  # while it is in the processor's cache, where its checksum has brought it
+
+            stored = values.put_each(connection, seal_each(), self._ttl_ms)
             answers.update(zip(sealed, stored, strict=True))
             return [answers[name] for name in some]
 
@@ -129,22 +131,25 @@ class ObjectStore:
         return [outcomes[name] for name in items]
 
     async def _put_large(self, name: bytes, item: StoreItem) -> StoreStatus:
-        return await self.put(name, await self._run_in_thread(item.data))
+        sealing = item.begin()
+        if sealing is None or item.stored_bytes <= self._whole_bytes:
+            return await self.put(name, await self._run_in_thread(item.data))
+        await self._put_in_stripes(name, sealing.data, sealing)
+        return StoreStatus.STORED
 
     async def get(self, name: bytes, into: Sequence[memoryview], *, heals: bool) -> int | None:
         """Load one object and return its size; None for a miss. With ``heals`` one that has lost a part is removed."""
         what = await self._talk.about(name, lambda connection: values.get(connection, name, into), writes=False)
-        return await self._complete(name, what, into, heals=heals)
+        return await self._complete(name, what, into, None, heals=heals)
 
     async def get_each(self, items: Mapping[bytes, LoadItem], *, heals: bool) -> list[int | Exception | None]:
         """Load several small objects in one pipeline, errors as values."""
 
         def load(connection: Connection, some: Sequence[bytes]) -> Sequence[Any]:
-            answers = values.get_each(connection, some, [items[name].into for name in some])
-            for name, answer in zip(some, answers, strict=True):
-                if type(answer) is int:
-                    items[name].verify(answer)
-            return answers
+            asked = [items[name] for name in some]
+            return values.get_each(
+                connection, some, [item.into for item in asked], lambda index, size: asked[index].verify(size)
+            )
 
         buffers = {name: item.into for name, item in items.items()}
         answers = await self._talk.about_each(list(items), load, writes=False, failure=_itself)
@@ -158,7 +163,7 @@ class ObjectStore:
             elif isinstance(answer, Exception):
                 sizes.append(None if lookups.is_no_object(answer) else answer)
             else:
-                sizes.append(await caught(self._complete(name, answer, parts, heals=heals)))
+                sizes.append(await caught(self._complete(name, answer, parts, items[name], heals=heals)))
         return sizes
 
     async def sizes(self, names: Sequence[bytes], *, lease: bool) -> list[int | None]:
@@ -180,16 +185,17 @@ class ObjectStore:
             if len(failures) == len(names):
                 raise failures[0]
             self._count("lookups_unanswered", len(failures))
-        if any(isinstance(each.what, Head) for each in found):
+        kinds = {type(what) for what, _ in found}
+        if Head in kinds:
             self._headless = 0
-        elif any(each.what is not None for each in found):
+        elif kinds - {NoneType}:
             self._headless += 1
-        if lease_ms is not None:
+        if lease_ms is not None and Head in kinds:
             await self._extend_stripes(names, found, lease_ms)
         if self._refreshes:
             for name, each in zip(names, found, strict=True):
                 self._note_hit(name, each.what)
-        return [each.size for each in found]
+        return [each.size for each in found] if Head in kinds else [what for what, _ in found]  # type: ignore[misc]
 
     async def delete(self, name: bytes) -> bool:
         """Delete one object; False when there was none."""
@@ -208,10 +214,12 @@ class ObjectStore:
                 raise
         return existed
 
-    async def _put_in_stripes(self, name: bytes, head: Head, data: Sequence[memoryview]) -> None:
+    async def _put_in_stripes(self, name: bytes, data: Sequence[memoryview], sealing: Sealing | None = None) -> None:
+        head = Head.new(sum(map(len, data)), self._stripe_bytes)
         stripes = head.names(name)
+        ttl_ms = _SAFETY_MS if self._stripes_ttl_ms is None else min(_SAFETY_MS, self._stripes_ttl_ms)
         try:
-            await self._write(stripes, cut(data, head.stripe_bytes))
+            await self._transfer.write(stripes, head, data, ttl_ms, sealing)
             await anyio.lowlevel.checkpoint_if_cancelled()  # from here on a reader may find it
         except BaseException:
             self._upkeep.remove(stripes)
@@ -248,14 +256,20 @@ class ObjectStore:
             raise
 
     async def _complete(
-        self, name: bytes, what: int | Head | None, into: Sequence[memoryview], *, heals: bool
+        self,
+        name: bytes,
+        what: int | Head | None,
+        into: Sequence[memoryview],
+        item: LoadItem | None,
+        *,
+        heals: bool,
     ) -> int | None:
         """Finish the load of what a name was found to hold."""
         sure = False  # whether the primaries were asked: a replica may have the head and not yet its stripes
         head: Head | None = None
         while isinstance(what, Head):
             head = what
-            lost = await self._read(name, head, into, writes=sure)
+            lost = await self._transfer.read(head.names(name), head, into, item, writes=sure)
             if not lost:
                 self._note_hit(name, head)
                 return head.size
@@ -278,36 +292,6 @@ class ObjectStore:
         else:
             self._upkeep.remove(head.names(name))
 
-    async def _write(self, names: Sequence[bytes], data: Sequence[Sequence[memoryview]]) -> None:
-        parts_of = dict(zip(names, data, strict=True))
-        ttl_ms = _SAFETY_MS if self._stripes_ttl_ms is None else min(_SAFETY_MS, self._stripes_ttl_ms)
-
-        def write(connection: Connection, some: Sequence[bytes]) -> Sequence[bool]:
-            return values.put_stripes(connection, some, [parts_of[name] for name in some], ttl_ms)
-
-        await self._side_by_side("write", names, lambda some: self._talk.about_each(some, write, writes=True))
-
-    async def _read(self, name: bytes, head: Head, into: Sequence[memoryview], *, writes: bool) -> int:
-        """Receive all stripes that have room; how many are known to be missing."""
-        parts = cut(first_bytes(into, head.size), head.stripe_bytes)
-        names = head.names(name)[: len(parts)]
-        place = dict(zip(names, enumerate(parts), strict=True))
-        missing = 0
-
-        def read(connection: Connection, some: Sequence[bytes]) -> Sequence[bool]:
-            places = [place[stripe] for stripe in some]
-            lengths = [head.length(index) for index, _ in places]
-            return values.get_stripes(connection, some, [buffers for _, buffers in places], lengths)
-
-        async def read_some(some: Sequence[bytes]) -> None:
-            nonlocal missing
-            there = await self._talk.about_each(some, read, writes=writes)
-            self._count("stripes_read", there.count(True))
-            missing += 0 if all(there) else 1
-
-        await self._side_by_side("read", names, read_some)
-        return missing
-
     async def _extend_stripes(self, names: Sequence[bytes], found: Sequence[Found], lease_ms: int) -> None:
         """The second round trip of a lookup, for objects in stripes that were about to expire.
 
@@ -326,27 +310,6 @@ class ObjectStore:
         if len(self._extended_until) > _MAX_REMEMBERED:
             self._extended_until.clear()
         await self._talk.about_each(stripes, partial(lookups.extend, ttl_ms=ttls_ms), writes=True)
-
-    async def _side_by_side(
-        self, direction: Literal["read", "write"], names: Sequence[bytes], work: Callable[[Sequence[bytes]], Any]
-    ) -> None:
-        """Share stripes out to as many connections as other objects leave, and do ``work`` on each share."""
-        with self._taking_part(direction) as transfers:
-            ways = -(-self._connections // transfers)
-            shares = [[names[index] for index in share] for share in deal(len(names), ways)]
-            try:
-                await self._for_each(shares, work)
-            except Exception as group:
-                error = first_error(group)
-                raise error from error.__cause__
-
-    @contextmanager
-    def _taking_part(self, direction: str) -> Iterator[int]:
-        self._under_way[direction] += 1
-        try:
-            yield self._under_way[direction]
-        finally:
-            self._under_way[direction] -= 1
 
     def _note_hit(self, name: bytes, what: int | Head | None) -> None:
         if self._refreshes and what is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from l2kit_redis.connection import Connection
@@ -54,11 +54,17 @@ class RedirectedConnection(Connection):
         """See `Connection.take_expected`; nothing is expected where replies to ASKING lie between."""
         return not self.asking and super().take_expected(replies, count)
 
-    def receive_value(self, into: Sequence[memoryview], *, length_of_head: int = 0) -> int | bytes | ServerError | None:
+    def receive_value(
+        self,
+        into: Sequence[memoryview],
+        *,
+        length_of_head: int = 0,
+        near_end: Callable[[], None] | None = None,
+    ) -> int | bytes | ServerError | None:
         """See `Connection.receive_value`."""
         if self.asking:
             self._after_asking()
-        return super().receive_value(into, length_of_head=length_of_head)
+        return super().receive_value(into, length_of_head=length_of_head, near_end=near_end)
 
     def _send(self, buffers: Sequence[bytes | memoryview], replies: int) -> None:
         if not self.asking:

@@ -7,21 +7,26 @@ announces is bounded before anything is allocated for it. Whatever is not exactl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from l2kit.memory import first_bytes
+from l2kit.memory import first_bytes, split
 from l2kit_redis.faults import ProtocolError, ServerError
 from l2kit_redis.stream import Stream
 
 Reply = bytes | int | None | ServerError | list["Reply"]
 
-_BUFFER_BYTES: Final = 64 << 10
+_BUFFER_BYTES: Final = 128 << 10
+_MAX_LINE_BYTES: Final = 64 << 10
 _MAX_REPLY_BYTES: Final = 16 << 20
 _MAX_REPLY_ITEMS: Final = 1 << 17
 _MAX_DEPTH: Final = 4
 _MAX_DIGITS: Final = 20
 _STRING: Final = ord("$")
+#: No reply to GET is shorter: that of a missing value.
+_LEAST_REPLY_BYTES: Final = 5
+#: When so much of a long value is left, it is about to end.
+NEAR_END_BYTES: Final = 1 << 20
 #: What a first read for a value takes along; the part that is payload is copied once, so it is kept small.
 _VALUE_FIRST_READ_BYTES: Final = 512
 
@@ -136,12 +141,68 @@ class ReplyReader:
             raise ProtocolError(f"{line[:1]!r} in place of a value")
         return _length(line[1:], None)
 
-    def value(self, into: Sequence[memoryview], length: int) -> None:
-        """Take a value of ``length`` bytes, which ``into`` can hold, and the end of its reply."""
+    def value_of(
+        self,
+        into: Sequence[memoryview],
+        length: int,
+        more: Callable[[], bool],
+        near_end: Callable[[], None] | None = None,
+    ) -> bool:
+        """Take a value, if it has exactly ``length`` bytes, which ``into`` holds; in one system call, if it is there.
+
+        When it is not, nothing is taken; ``into`` is overwritten then only by another value of about that length. For
+        ``near_end`` see :meth:`value`.
+
+        Args:
+            into: where it goes.
+            length: what to expect.
+            more: whether another reply is due after this one: what it begins with is taken along.
+            near_end: see above.
+        """
+        expected = b"$%d\r\n" % length
+        while True:
+            held = self._end - self._start
+            if held >= len(expected) or not expected.startswith(self._bytes[self._start : self._end]):
+                return False
+            if held >= _LEAST_REPLY_BYTES:
+                break
+            self._fill(_LEAST_REPLY_BYTES - held)
+        begin = bytes(self._buffer[self._start : self._end])
+        rest, trailer = memoryview(bytearray(len(expected) - held)), memoryview(bytearray(2))
+        following = memoryview(bytearray(_LEAST_REPLY_BYTES if more() else 0))
+        parts = [rest, *into, trailer, following]
+        received = self._stream.receive_some(first_bytes(parts, _BUFFER_BYTES - held))
+        if received < len(rest) or bytes(rest) != expected[held:]:
+            self._put_back([memoryview(begin), *first_bytes(parts, received)])
+            return False
+        self._put_back(())
+        nbytes = len(rest) + length + 2 + len(following) - received
+        parts = split(parts, received)[1]
+        if near_end is not None and nbytes > 2 * NEAR_END_BYTES:
+            front, parts = split(parts, nbytes - NEAR_END_BYTES)
+            self._stream.receive(front)
+            near_end()
+            if not following and more():
+                following = memoryview(bytearray(_LEAST_REPLY_BYTES))
+                parts.append(following)
+        self._stream.receive(parts)
+        _check_end(trailer)
+        self._put_back([following])
+        return True
+
+    def value(self, into: Sequence[memoryview], length: int, near_end: Callable[[], None] | None = None) -> None:
+        """Take a value of ``length`` bytes, which ``into`` can hold, and the end of its reply.
+
+        In a long one ``near_end`` is called when about `NEAR_END_BYTES` of it are left.
+        """
         trailer = memoryview(bytearray(2))
-        self.value_part([*first_bytes(into, length), trailer])
-        if bytes(trailer) != b"\r\n":
-            raise ProtocolError("a value that does not end where it should")
+        parts = [*first_bytes(into, length), trailer]
+        if near_end is not None and length > 2 * NEAR_END_BYTES:
+            front, parts = split(parts, length - NEAR_END_BYTES)
+            self.value_part(front)
+            near_end()
+        self.value_part(parts)
+        _check_end(trailer)
 
     def value_part(self, into: Sequence[memoryview]) -> None:
         """Fill ``into`` with the next bytes of the stream, whatever they are."""
@@ -152,6 +213,13 @@ class ReplyReader:
             self._start += buffered
             left.append(segment[buffered:])
         self._stream.receive(left)
+
+    def _put_back(self, parts: Iterable[memoryview]) -> None:
+        """Let ``parts``, which hold no more than the buffer does, be what comes next, and nothing else be held."""
+        self._start = self._end = 0
+        for part in parts:
+            self._buffer[self._end : self._end + len(part)] = part
+            self._end += len(part)
 
     def _bulk(self, length: int) -> bytes:
         data = bytearray(length)
@@ -165,7 +233,7 @@ class ReplyReader:
         """Take 1 to ``limit`` complete lines without their ends."""
         search = self._bytes.find if limit == 1 else self._bytes.rfind
         while (stop := search(b"\r\n", self._start, self._end)) < 0:
-            if self._end - self._start == _BUFFER_BYTES:
+            if self._end - self._start >= _MAX_LINE_BYTES:
                 raise ProtocolError("a line without an end")
             self._fill(_BUFFER_BYTES)
         lines = bytes(self._buffer[self._start : stop]).split(b"\r\n", limit)
@@ -178,7 +246,12 @@ class ReplyReader:
         if self._start:
             self._buffer[:held] = self._buffer[self._start : self._end]
             self._start, self._end = 0, held
-        self._end += self._stream.receive_some(self._buffer[held : min(_BUFFER_BYTES, held + limit)])
+        self._end += self._stream.receive_some([self._buffer[held : min(_BUFFER_BYTES, held + limit)]])
+
+
+def _check_end(trailer: memoryview) -> None:
+    if bytes(trailer) != b"\r\n":
+        raise ProtocolError("a value that does not end where it should")
 
 
 def _integer(digits: bytes) -> int:

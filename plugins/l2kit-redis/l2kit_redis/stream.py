@@ -136,9 +136,9 @@ class Stream:
         while left:
             _advance(left, self._receive_some(left, socket.MSG_WAITALL))
 
-    def receive_some(self, into: memoryview) -> int:
-        """Receive what is there, at least one byte, and return how many."""
-        return self._receive_some(deque((into,)))
+    def receive_some(self, into: Iterable[memoryview]) -> int:
+        """Receive what is there, at least one byte and at most what ``into`` holds, and return how many."""
+        return self._receive_some(_views(into))
 
     def is_quiet(self) -> bool:
         """True when the peer has neither sent anything unread nor closed the connection. Does not block."""
@@ -151,6 +151,23 @@ class Stream:
         with suppress(OSError):
             # Not SSLSocket's own: that one drops its TLS state, and the owner would take ciphertext as text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def end(self, limit_s: float) -> None:
+        """Send no more, and wait until the peer has dealt with all it got and closes as well, or ``limit_s`` pass.
+
+        What it says meanwhile is thrown away. Nobody's cancellation or deadline ends this.
+        """
+        give_up = time.monotonic() + limit_s
+        scratch = bytearray(64 << 10)
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            while time.monotonic() < give_up:
+                try:
+                    # The plain socket's, under TLS as well: what comes is not looked at.
+                    if not socket.socket.recv_into(self._socket, scratch):
+                        return
+                except _NOTHING_MOVED:
+                    continue
 
     def close(self) -> None:
         """Close the socket, without waiting for the peer."""

@@ -1,13 +1,15 @@
 """Conversations about values: what is sent for an object or a stripe, and what the replies mean. They block.
 
 A value is sent from, and received into, the memory that the caller names, without a copy. Replies that matter at the
-same moment are one transaction; those that only save time are a pipeline.
+same moment are one transaction; those that only save time are a pipeline, which is kept short: some requests ahead, the
+server has always something to do; with many of them it spends its time on queues of replies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Final
 
 from l2kit.memory import first_bytes
@@ -31,6 +33,13 @@ _STORED: Final = b"+OK\r\n+QUEUED\r\n+QUEUED\r\n*2\r\n"
 _STORED_ANEW: Final = _STORED + b"$0\r\n\r\n+OK\r\n"
 
 
+#: Values asked for or sent ahead of the reply that is next: so many, and of so many bytes.
+_AHEAD: Final = 16
+_AHEAD_BYTES: Final = 3 << 20
+#: Small values are sent together, up to here: a system call for each costs as much as the copy.
+_TOGETHER_BYTES: Final = 256 << 10
+
+
 class Unread(Enum):
     """In place of the length of a value that was not read."""
 
@@ -46,24 +55,39 @@ def put(connection: Connection, name: bytes, data: Sequence[bytes | memoryview],
     Raises:
         ServerError: the server answered with an error; the old value is still there, if there was one.
     """
-    [answer] = put_each(connection, [name], [data], ttl_ms)
+    [answer] = put_each(connection, [(name, data)], ttl_ms)
     if isinstance(answer, ServerError):
         raise answer
     return answer
 
 
 def put_each(
-    connection: Connection, names: Sequence[bytes], data: Sequence[Sequence[bytes | memoryview]], ttl_ms: int | None
+    connection: Connection, values: Iterable[tuple[bytes, Sequence[bytes | memoryview]]], ttl_ms: int | None
 ) -> list[Head | ServerError | None]:
-    """:func:`put` for several small values in one pipeline, errors as values."""
+    """:func:`put` for several small values in one pipeline, errors as values; ``values`` is taken one by one."""
     expiry = _expiry(ttl_ms)
     back = b"\r\n%b%b" % (b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in expiry]), _EXEC)
+    answers: list[Head | ServerError | None] = []
     buffers: list[bytes | memoryview] = []
-    for name, parts in zip(names, data, strict=True):
+    unsent = unsent_bytes = sent = 0
+    connection.writing = True
+    for name, parts in values:
         size = sum(map(len, parts))
         buffers += [_PUT % (len(name), name, 3 + len(expiry), len(name), name, size), *parts, back]
-    connection.send(buffers, 4 * len(names))
-    return [_take_put(connection) for _ in names]
+        unsent, unsent_bytes = unsent + 1, unsent_bytes + size
+        if unsent_bytes >= _TOGETHER_BYTES or unsent >= _AHEAD:
+            connection.send(buffers, 4 * unsent)
+            sent += unsent
+            buffers, unsent, unsent_bytes = [], 0, 0
+            while sent - len(answers) > _AHEAD:
+                answers.append(_take_put(connection))
+    if buffers:
+        connection.send(buffers, 4 * unsent)
+        sent += unsent
+    while len(answers) < sent:
+        answers.append(_take_put(connection))
+    connection.writing = False
+    return answers
 
 
 def get(connection: Connection, name: bytes, into: Sequence[memoryview]) -> int | Head | None:
@@ -82,49 +106,101 @@ def get(connection: Connection, name: bytes, into: Sequence[memoryview]) -> int 
 
 
 def get_each(
-    connection: Connection, names: Sequence[bytes], into: Sequence[Sequence[memoryview]]
+    connection: Connection,
+    names: Sequence[bytes],
+    into: Sequence[Sequence[memoryview]],
+    received: Callable[[int, int], None],
 ) -> list[int | Head | ServerError | Unread | None]:
     """:func:`get` for several small values in one pipeline, errors as values.
 
     What comes after a value that was far too long to be received is lost with it: those are UNREAD.
+
+    Args:
+        connection: to the server that has them.
+        names: their keys.
+        into: for each, buffers that are filled, and may be larger.
+        received: called with the number and the length of each object that was received, before the next one is.
     """
-    connection.send([pipeline(b"GET", names)], len(names))
-    return [UNREAD if connection.is_cut else _take_value(connection, parts) for parts in into]
+    answers: list[int | Head | ServerError | Unread | None] = []
+    ahead = Ahead(connection, names, [sum(map(len, parts)) for parts in into])
+    for index, parts in enumerate(into):
+        if connection.is_cut:
+            answers.append(UNREAD)
+            continue
+        ahead.ask(index)
+        answer = _take_value(connection, parts, partial(ahead.ask, index + 1))
+        answers.append(answer)
+        if type(answer) is int:
+            received(index, answer)
+    return answers
 
 
 def put_stripes(
-    connection: Connection, names: Sequence[bytes], data: Sequence[Sequence[memoryview]], ttl_ms: int
+    connection: Connection,
+    names: Sequence[bytes],
+    data: Sequence[Sequence[memoryview]],
+    ttl_ms: int,
+    before: Callable[[int], None] | None = None,
 ) -> list[bool]:
-    """Write stripes one after the other: what is sent ahead of a reply gains nothing, and loses on Redis 7.
+    """Write stripes, a few ahead of their replies.
+
+    ``before`` is called with the number of each stripe that is about to be sent.
 
     Raises:
         ServerError: the server has refused one.
     """
-    for name, parts in zip(names, data, strict=True):
+    refusal: ServerError | None = None
+    sent = answered = 0
+    ahead = max(1, _AHEAD_BYTES // max(sum(map(len, data[0])), 1)) if data else 1
+    for index, (name, parts) in enumerate(zip(names, data, strict=True)):
+        if before is not None:
+            before(index)
         front, back = value_request((b"SET", name), sum(map(len, parts)), _expiry(ttl_ms))
         connection.send([front, *parts, back], 1)
-        if connection.take_reply() != b"OK":
-            raise ProtocolError("SET was not answered with OK")
+        sent += 1
+        if sent - answered > ahead:
+            refusal = connection.take_status("SET")
+            answered += 1
+            if refusal is not None:
+                break
+    for _ in range(sent - answered):
+        refusal = connection.take_status("SET") or refusal
+    if refusal is not None:
+        raise refusal
     return [True] * len(names)
 
 
 def get_stripes(
-    connection: Connection, names: Sequence[bytes], into: Sequence[Sequence[memoryview]], lengths: Sequence[int]
+    connection: Connection,
+    names: Sequence[bytes],
+    into: Sequence[Sequence[memoryview]],
+    lengths: Sequence[int],
+    received: Callable[[int], None] | None = None,
 ) -> list[bool]:
-    """Receive stripes one after the other; False for one that is not there as a whole, and for all after it.
+    """Receive stripes, asked for a few ahead; False for one that is not there as a whole. After one no more are asked.
+
+    ``received`` is called with the number of each stripe that has come as a whole.
 
     Raises:
         ServerError: the server answered with an error.
     """
     there = [False] * len(names)
-    for index, (name, parts, length) in enumerate(zip(names, into, lengths, strict=True)):
-        connection.send([request(b"GET", name)], 1)
-        answer = connection.receive_value(parts)
-        if isinstance(answer, ServerError) and not is_no_object(answer):
-            raise answer
+    failure: ServerError | None = None
+    ahead = Ahead(connection, names, lengths)
+    for index, (parts, length) in enumerate(zip(into, lengths, strict=True)):
+        ahead.ask(index)
+        if index >= ahead.asked or connection.is_cut:
+            break
+        answer = connection.receive_value(parts, near_end=partial(ahead.ask, index + 1))
         there[index] = answer == length
         if not there[index]:
-            break
+            ahead.ends = True
+        elif received is not None:
+            received(index)
+        if isinstance(answer, ServerError) and not is_no_object(answer):
+            failure = answer
+    if failure is not None:
+        raise failure
     return there
 
 
@@ -159,6 +235,45 @@ def take_away_head(connection: Connection, name: bytes, head: Head) -> bool:
     return done is not None
 
 
+class Ahead:
+    """Asks for values some steps before their replies are taken.
+
+    Attributes:
+        asked: how many were asked for.
+        ends: set to ask for no more.
+    """
+
+    __slots__ = ("_connection", "_lengths", "_names", "_taken", "_waiting_bytes", "asked", "ends")
+
+    def __init__(self, connection: Connection, names: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """``lengths`` are how many bytes of each are expected."""
+        self._connection = connection
+        self._names = names
+        self._lengths = lengths
+        self._taken = 0
+        self._waiting_bytes = 0
+        self.asked = 0
+        self.ends = False
+
+    def ask(self, index: int) -> None:
+        """Call before value number ``index`` is taken: asks for it, if that was not done, and for some after it."""
+        lengths = self._lengths
+        while self._taken < min(index, self.asked):
+            self._waiting_bytes -= lengths[self._taken]
+            self._taken += 1
+        start = asked = self.asked
+        if self.ends or 2 * (asked - index) > _AHEAD or 2 * self._waiting_bytes > _AHEAD_BYTES:
+            return
+        while asked < len(lengths) and asked - index < _AHEAD:
+            if asked > index and self._waiting_bytes + lengths[asked] > _AHEAD_BYTES:
+                break
+            self._waiting_bytes += lengths[asked]
+            asked += 1
+        if asked > start:
+            self.asked = asked
+            self._connection.send([pipeline(b"GET", self._names[start:asked])], asked - start)
+
+
 def _take_put(connection: Connection) -> Head | ServerError | None:
     if connection.take_expected(_STORED_ANEW, 4):
         return None
@@ -174,8 +289,10 @@ def _take_put(connection: Connection) -> Head | ServerError | None:
             raise ProtocolError("SET was not answered with OK")
 
 
-def _take_value(connection: Connection, into: Sequence[memoryview]) -> int | Head | ServerError | None:
-    answer = connection.receive_value(into, length_of_head=HEAD_BYTES)
+def _take_value(
+    connection: Connection, into: Sequence[memoryview], near_end: Callable[[], None] | None = None
+) -> int | Head | ServerError | None:
+    answer = connection.receive_value(into, length_of_head=HEAD_BYTES, near_end=near_end)
     if not isinstance(answer, bytes):
         return answer
     head = parse_head(answer)

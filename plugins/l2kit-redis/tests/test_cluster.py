@@ -404,7 +404,7 @@ async def test_a_cluster_over_tls(certificate: Path) -> None:
             contents = [os.urandom(100_000) for _ in keys]
             assert all(o.present for o in await adapter.submit_store_task(keys, [source(data) for data in contents]))
             for primary in cluster.primaries():
-                primary.command("WAIT", 1, 5000)
+                primary.wait_until_copied()
             targets = [blank(100_000) for _ in keys]
             assert all(outcome.loaded for outcome in await adapter.submit_load_task(keys, targets))
             assert [target.tobytes() for target in targets] == contents

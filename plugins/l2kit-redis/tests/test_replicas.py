@@ -15,7 +15,7 @@ from l2kit import Layout, LoadStatus, MemoryObj, ObjectKey
 from l2kit.errors import ConfigError
 from l2kit.testing.clusters import RespCluster, run_cluster
 from l2kit.testing.sentinels import RespSentinels, run_sentinels
-from l2kit.testing.servers import Flavor, LocalServer, wait_until
+from l2kit.testing.servers import Flavor, LocalServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.service]
 
@@ -53,7 +53,7 @@ class Deployment:
 
     def wait_until_copied(self) -> None:
         for primary in self.primaries:
-            wait_until(lambda primary=primary: primary.command("WAIT", 1, 1000) == 1, "replication")  # type: ignore[misc]
+            primary.wait_until_copied()
 
 
 @pytest.fixture(params=["cluster-redis", "cluster-valkey", "sentinels-redis", "sentinels-valkey"])

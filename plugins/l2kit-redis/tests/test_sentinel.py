@@ -226,7 +226,7 @@ async def test_objects_survive_a_failover(fragile: RespSentinels) -> None:
         data = os.urandom(3 << 20)
         await adapter.submit_store_task([key(1)], [source(data)])
         primary = fragile.primary
-        primary.command("WAIT", 1, 5000)
+        primary.wait_until_copied()
         primary.kill()
         with anyio.fail_after(60):
             while not (await adapter.probe()).ok:
