@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage
 from l2kit.config import AdapterConfig, PositiveInt
+from l2kit.inventory import counts_as_use
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
 
@@ -59,7 +60,8 @@ class MemoryAdapter(L2Adapter[MemoryConfig]):
         payload = self._objects.get(key, self._locked.get(key))
         if payload is None:
             return None
-        self._touch(key)
+        if counts_as_use():
+            self._touch(key)
         position = 0
         for segment in into:
             part = payload[position : position + len(segment)]

@@ -28,6 +28,7 @@ from l2kit.errors import (
 )
 from l2kit.policy import EvictionPolicy
 from l2kit.resilience import ResilienceConfig, resilient
+from l2kit.scrubbing import ScrubbingAdapter
 from l2kit.serde import Codec, CodecChain
 from l2kit.wrapper import WrappingAdapter
 
@@ -40,6 +41,7 @@ WRAPPERS: Final = "l2kit.wrappers"
 GROUPS: Final = (ADAPTERS, CODECS, POLICIES, WRAPPERS)
 
 _RESILIENCE: Final = "resilience"
+_SCRUB: Final = "scrub"
 
 #: Which of our extras brings a name, for the message when it is not installed.
 _EXTRAS: Final = {
@@ -55,6 +57,14 @@ _EXTRAS: Final = {
     "rediss_sentinel": "redis",
     "valkey_cluster": "redis",
     "valkey_sentinel": "redis",
+    "s3": "s3",
+    "gs": "s3",
+    "az": "s3",
+    "nixl_posix": "nixl",
+    "nixl_gds": "nixl",
+    "nixl_gds_mt": "nixl",
+    "nixl_obj": "nixl",
+    "nixl_ucx": "nixl",
 }
 
 
@@ -142,7 +152,7 @@ class Registry:
         return CodecChain([self.codec(name, {}) for name in names])
 
     def adapter(self, url: str | Mapping[str, Any], *, name: str | None = None, **options: Any) -> L2Adapter[Any]:
-        """Make an adapter, not yet entered and without any I/O; resilient only when an option of resilience is given.
+        """Make an adapter, not yet entered and without any I/O; resilient or scrubbed only when an option asks for it.
 
         Args:
             url: ``SCHEME://…``, or a mapping with ``url``, optionally ``name``, and options.
@@ -170,12 +180,19 @@ class Registry:
         parsed = parse_url(url)
         in_url, query = options_of(_RESILIENCE, parsed.query)
         given, options = options_of(_RESILIENCE, options)
+        scrubs = _SCRUB in options  # an empty table asks for it as well
+        scrub_in_url, query = options_of(_SCRUB, query)
+        scrub_given, options = options_of(_SCRUB, options)
         bare_url = msgspec.structs.replace(parsed, query=query)
-        if not (unasked or in_url or given):
-            return self._adapter(bare_url, name, options)
-        where = f"{name or parsed.scheme}: {_RESILIENCE}"
-        config = build(ResilienceConfig, {**in_url, **given}, where=where)
-        return resilient(lambda: self._adapter(bare_url, name, options), config)
+        where = name or parsed.scheme
+        if unasked or in_url or given:
+            config = build(ResilienceConfig, {**in_url, **given}, where=f"{where}: {_RESILIENCE}")
+            adapter = resilient(lambda: self._adapter(bare_url, name, options), config)
+        else:
+            adapter = self._adapter(bare_url, name, options)
+        if scrubs or scrub_in_url or scrub_given:
+            return ScrubbingAdapter.around(adapter, {**scrub_in_url, **scrub_given}, where=f"{where}: {_SCRUB}")
+        return adapter
 
     def _adapter(self, url: ParsedURL, name: str | None, options: Mapping[str, Any]) -> L2Adapter[Any]:
         outer, _, rest = url.scheme.partition("+")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from l2kit import __version__
-from l2kit.cli import objects, plugins
+from l2kit.cli import archives, eviction, objects, plugins
 from l2kit.errors import ConfigError, L2Error
 
 _BROKEN_PIPE: Final = 128 + 13  # as if SIGPIPE had ended us, which is what a shell expects of `l2kit ls | head`
@@ -71,4 +71,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
     command.add_argument("--delete", action="store_true", help="delete damaged objects; then they are no failure")
     command.set_defaults(run=objects.run_verify)
+
+    command = commands.add_parser("evict", help="remove objects: by key, namespace or age, or down to a size")
+    command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
+    eviction.add_arguments(command)
+    command.set_defaults(run=eviction.run)
+
+    command = commands.add_parser("export", help="write every object of a backend that is whole into one file")
+    command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
+    archives.add_export_arguments(command)
+    command.set_defaults(run=archives.run_export)
+
+    command = commands.add_parser("import", help="store the objects of an export in a backend, but for those it has")
+    archives.add_import_arguments(command)
+    command.add_argument("url", metavar="URL", help="SCHEME://…?option=value")
+    command.set_defaults(run=archives.run_import)
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,8 @@ from l2kit import open_adapter
 from l2kit.adapter import KeyInfo, L2Adapter
 from l2kit.config import parse_url
 from l2kit.envelope import INTACT_REASONS
-from l2kit.errors import BackendError, CapacityError, CorruptObjectError, L2Error
+from l2kit.errors import CapacityError, CorruptObjectError
+from l2kit.inventory import listing
 from l2kit.keys import ObjectKey
 from l2kit.layout import Layout
 from l2kit.memory import MemoryObj
@@ -58,8 +59,8 @@ async def _probe(url: str) -> int:
 
 async def _ls(url: str) -> int:
     objects = stored_bytes = 0
-    async with open_adapter(url) as adapter, aclosing(_listing(adapter)) as listing:
-        async for info in listing:
+    async with open_adapter(url) as adapter, aclosing(listing(adapter)) as found:
+        async for info in found:
             print(f"{info.size:>12}  {info.key}")
             objects += 1
             stored_bytes += info.size
@@ -73,8 +74,8 @@ async def _verify(url: str, *, delete: bool) -> int:
         adapter.deletes_damaged = False  # whether to delete is for the caller of this command to say
         reader = _Reader(adapter)
         batch: list[KeyInfo] = []
-        async with aclosing(_listing(adapter)) as listing:
-            async for info in listing:
+        async with aclosing(listing(adapter)) as found:
+            async for info in found:
                 batch.append(info)
                 if len(batch) == adapter.config.max_concurrency:
                     counts += await _verify_batch(reader, batch, delete=delete)
@@ -137,16 +138,3 @@ class _Reader:
     def _grow(self, index: int, nbytes: int) -> None:
         if len(self._buffers[index]) < nbytes:
             self._buffers[index] = bytearray(nbytes)
-
-
-async def _listing(adapter: L2Adapter[Any]) -> AsyncGenerator[KeyInfo, None]:
-    """Every object of a backend, its errors translated."""
-    try:
-        async for info in adapter.iter_keys():
-            yield info
-    except L2Error:
-        raise
-    except OSError as error:
-        raise adapter.translate_error(error) from error
-    except Exception as error:
-        raise BackendError(f"{adapter.name}: listing failed: {type(error).__name__}") from error

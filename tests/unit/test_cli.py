@@ -105,7 +105,10 @@ def test_the_installed_command_says_its_version() -> None:
     assert (done.returncode, done.stdout) == (0, "l2kit 0.1.0\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["plugin"], ["ls"], ["verify", "--erase", "memory://"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["plugin"], ["ls"], ["verify", "--erase", "memory://"], ["export", "memory://"], ["import", "file"]],
+)
 def test_a_wrong_command_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -117,7 +120,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("plugins", "probe", "ls", "verify"))
+    assert all(command in shown for command in ("plugins", "probe", "ls", "verify", "evict", "export", "import"))
 
 
 # --- plugins --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from l2kit.adapter import KeyInfo
+from l2kit.inventory import counts_as_use
 from l2kit.keys import ObjectKey
 from l2kit_nvme.adoption import adopt
 from l2kit_nvme.eviction import Eviction
@@ -140,7 +141,8 @@ class Catalog:
         with self._lock:
             record = self._index.find(key)
             if record is not None:
-                self._use(record)
+                if counts_as_use():
+                    self._use(record)
             else:
                 held = self._leases.get(self._index.short(family_of(key), key.chunk_hash))
                 if held is None:
