@@ -133,6 +133,23 @@ class ParsedURL(msgspec.Struct, frozen=True):
         return f"ParsedURL({str(self)!r})"  # an option may be a secret
 
 
+def on_this_machine(url: ParsedURL, what: str) -> ParsedURL:
+    """``url``, whose path is a path on this machine, without the host that it may name for form's sake (localhost).
+
+    Raises:
+        ConfigError: another host, which mostly means that a slash is missing; ``what`` says what the path is, for
+            example ``DIRECTORY``. Or the path stands among the options as well.
+    """
+    if url.host not in (None, "localhost"):
+        raise ConfigError(
+            f"{url.scheme}: path: a relative path or a host ({url.host!r}) has no meaning in this URL; "
+            f"write {url.scheme}:///{what} with three slashes"
+        )
+    if url.path and "path" in url.query:
+        raise ConfigError(f"{url.scheme}: path: given twice, as the URL's path and as an option")
+    return msgspec.structs.replace(url, host=None)
+
+
 def parse_url(url: str) -> ParsedURL:
     """Take an adapter URL apart.
 

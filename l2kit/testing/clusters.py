@@ -21,8 +21,8 @@ from l2kit.testing.servers import (
     ServerError,
     free_port,
     run_local,
-    wait_until,
 )
+from l2kit.testing.waiting import wait_until
 
 SLOTS: Final = 1 << 14
 

@@ -26,8 +26,8 @@ from l2kit.testing.servers import (
     free_port,
     required_binary,
     run_local,
-    wait_until,
 )
+from l2kit.testing.waiting import wait_until
 
 SERVICE: Final = "mymaster"
 SENTINEL_PASSWORD: Final = "sentinel's own:/?#"  # noqa: S105 - of sentinels that live for a test

@@ -24,9 +24,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NoReturn
@@ -35,6 +34,8 @@ from urllib.parse import quote
 import pytest
 
 from l2kit.config import parse_url
+from l2kit.testing.containers import Containerised
+from l2kit.testing.waiting import wait_until
 
 Flavor = Literal["redis", "valkey"]
 Reply = bytes | int | list["Reply"] | None
@@ -43,15 +44,6 @@ _START_TIMEOUT_S: Final = 15.0
 #: Characters that a URL must quote: an adapter that mishandles them cannot log in.
 TEST_PASSWORD: Final = "p@ss word/:%41?#"  # noqa: S105 - of servers that live for a test
 _IMAGES: Final[dict[Flavor, str]] = {"redis": "redis:7.4.11-alpine", "valkey": "valkey/valkey:9.1.1-alpine"}
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = _START_TIMEOUT_S) -> None:
-    """Wait until ``condition`` holds, and fail the test when it does not within ``timeout_s``."""
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > give_up:
-            pytest.fail(f"{what} did not happen within {timeout_s:.0f} s")
-        time.sleep(0.005)
 
 
 def required(name: str) -> bool:
@@ -294,7 +286,7 @@ class LocalServer(LocalProcess):
         return self._command
 
 
-class ContainerServer(RespServer):
+class ContainerServer(Containerised, RespServer):
     """A server in a Docker container, through ``testcontainers``."""
 
     def __init__(self, flavor: Flavor, options: Mapping[str, str]) -> None:
@@ -302,40 +294,13 @@ class ContainerServer(RespServer):
         super().__init__(flavor, "127.0.0.1", free_port(), password=TEST_PASSWORD)
         settings = {"requirepass": str(self.password), "save": "", "appendonly": "no", **options}
         image = importlib.import_module("testcontainers.core.container").DockerContainer(_IMAGES[flavor])
-        self._started = False
         # A port chosen here, not by Docker, stays the same when the container is started again.
         self._container: Any = image.with_bind_ports(6379, self.port).with_command(
             [f"{flavor}-server", *_command_line(settings)]
         )
 
-    def start(self) -> None:
-        """Create the container, or start it again, and wait until it answers."""
-        if self._started:
-            self._container.get_wrapped_container().start()
-        else:
-            self._container.start()
-            self._started = True
-        wait_until(self.ping, f"the start of {self!r}", timeout_s=60)
-
-    def stop(self) -> None:
-        """``docker stop``."""
-        self._container.get_wrapped_container().stop()
-
-    def kill(self) -> None:
-        """``docker kill``."""
-        self._container.get_wrapped_container().kill()
-
-    def pause(self) -> None:
-        """``docker pause``."""
-        self._container.get_wrapped_container().pause()
-
-    def resume(self) -> None:
-        """``docker unpause``."""
-        self._container.get_wrapped_container().unpause()
-
-    def remove(self) -> None:
-        """Remove the container."""
-        self._container.stop()
+    def _answers(self) -> bool:
+        return self.ping()
 
 
 class ExternalServer(RespServer):

@@ -19,6 +19,7 @@ from l2kit.config import (
     StorageConfig,
     build,
     load_storage_config,
+    on_this_machine,
     parse_size_bytes,
     parse_url,
 )
@@ -102,6 +103,20 @@ class TestParseURL:
         for url in (text, f"x://{text}"):
             with suppress(ConfigError):
                 parse_url(url)
+
+
+class TestOnThisMachine:
+    @pytest.mark.parametrize("url", ["file:///var/cache", "file://localhost/var/cache"])
+    def test_a_path_stays(self, url: str) -> None:
+        assert str(on_this_machine(parse_url(url), "DIRECTORY")) == "file:///var/cache"
+
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [("file://var/cache", "'var'.*file:///DIRECTORY with three slashes"), ("file:///a?path=/b", "given twice")],
+    )
+    def test_what_cannot_be_meant_is_refused(self, url: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            on_this_machine(parse_url(url), "DIRECTORY")
 
 
 class TestBuild:

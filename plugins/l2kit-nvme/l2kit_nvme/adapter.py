@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Final
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
-from msgspec import structs
 
 from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage
-from l2kit.config import ParsedURL
-from l2kit.errors import ClosedError, ConfigError, L2Error
+from l2kit.config import ParsedURL, on_this_machine
+from l2kit.errors import ClosedError, L2Error
 from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
@@ -58,12 +57,7 @@ class NvmeAdapter(L2Adapter[NvmeConfig]):
         Raises:
             ConfigError: another host, which mostly means that a slash is missing; a port or credentials; two paths.
         """
-        if url.host not in (None, "localhost"):
-            raise ConfigError(
-                f"{url.scheme}: path: a relative path or a host ({url.host!r}) has no meaning in this URL; "
-                f"write {url.scheme}:///FILE_OR_DEVICE with three slashes"
-            )
-        return super().options_from_url(structs.replace(url, host=None))
+        return super().options_from_url(on_this_machine(url, "FILE_OR_DEVICE"))
 
     async def open(self) -> None:
         """Open the slab, or make it, and rebuild the index from its table: some seconds for a million objects.

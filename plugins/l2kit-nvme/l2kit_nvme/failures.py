@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 from typing import Final
 
-from l2kit.errors import (
-    AuthError,
-    BackendBusyError,
-    BackendError,
-    CapacityError,
-    ConfigError,
-    L2Error,
-    TransientBackendError,
-)
+from l2kit.errors import ConfigError, L2Error
+from l2kit.system_errors import REFUSED, advice, reason, translate_os_error
 
 _MEND: Final = {
     errno.ENOSPC: "free space there, or set a smaller size_bytes",
@@ -31,12 +23,8 @@ _MEND: Final = {
     errno.EISDIR: "it is a directory; name a file in it, which will be made",
     errno.ENOLCK: "the file system knows no locks, and a slab needs one; use a local file system",
 }
-_CAPACITY: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
-_NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
-_TRANSIENT: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ENOMEM})
 #: Errors of opening the slab that another value of ``path`` would mend.
-_WRONG_PATH: Final = _REFUSED | {
+_WRONG_PATH: Final = REFUSED | {
     errno.EROFS,
     errno.ENOTDIR,
     errno.ENOENT,
@@ -50,17 +38,7 @@ _WRONG_PATH: Final = _REFUSED | {
 
 def translate(error: OSError, *, name: str, path: str) -> L2Error:
     """The error of the tree for ``error``; ``name`` is the tier, ``path`` its first file or device."""
-    text = f"{name}: {_reason(error)} at {error.filename or path}{_mend(error)}"
-    code = error.errno
-    if code in _CAPACITY:
-        return CapacityError(text)
-    if code in _REFUSED:
-        return AuthError(text)
-    if code in _NO_DESCRIPTOR:
-        return BackendBusyError(text)
-    if code in _TRANSIENT:
-        return TransientBackendError(text)
-    return BackendError(text)
+    return translate_os_error(error, name=name, path=path, mend=_MEND)
 
 
 def translate_at_open(error: OSError, *, name: str, path: str) -> L2Error:
@@ -68,14 +46,4 @@ def translate_at_open(error: OSError, *, name: str, path: str) -> L2Error:
     if error.errno not in _WRONG_PATH:
         return translate(error, name=name, path=path)
     where = error.filename or path
-    return ConfigError(f"{name}: path: cannot keep a slab at {where}: {_reason(error)}{_mend(error)}")
-
-
-def _reason(error: OSError) -> str:
-    code = errno.errorcode.get(error.errno or 0, str(error.errno))
-    return f"{error.strerror or type(error).__name__} ({code}, user {os.geteuid()})"
-
-
-def _mend(error: OSError) -> str:
-    mend = _MEND.get(error.errno or 0)
-    return f"; {mend}" if mend else ""
+    return ConfigError(f"{name}: path: cannot keep a slab at {where}: {reason(error)}{advice(error, _MEND)}")
