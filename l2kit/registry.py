@@ -8,10 +8,10 @@ name, its import fails, two claim it, the contract is broken, an option is bad.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -38,7 +38,8 @@ ADAPTERS: Final = "l2kit.adapters"
 CODECS: Final = "l2kit.codecs"
 POLICIES: Final = "l2kit.policies"
 WRAPPERS: Final = "l2kit.wrappers"
-GROUPS: Final = (ADAPTERS, CODECS, POLICIES, WRAPPERS)
+COMMANDS: Final = "l2kit.commands"
+GROUPS: Final = (ADAPTERS, CODECS, POLICIES, WRAPPERS, COMMANDS)
 
 _RESILIENCE: Final = "resilience"
 _SCRUB: Final = "scrub"
@@ -60,10 +61,9 @@ _EXTRAS: Final = {
     "s3": "s3",
     "gs": "s3",
     "az": "s3",
+    "fsspec": "s3",
     "nixl_posix": "nixl",
     "nixl_gds": "nixl",
-    "nixl_gds_mt": "nixl",
-    "nixl_obj": "nixl",
     "nixl_ucx": "nixl",
 }
 
@@ -210,6 +210,18 @@ class Registry:
         chain = self.codec_chain(config.codecs)
         return adapter_class(config, name=name or url.scheme, codecs=chain, codec_source=self)
 
+    def commands(self) -> list[str]:
+        """Names of the commands that plugins add to ``l2kit``."""
+        return sorted({point.name for point in self._points.get(COMMANDS, [])})
+
+    def command(self, name: str) -> Callable[[Sequence[str]], int]:
+        """The command ``l2kit NAME`` of a plugin: takes the arguments behind its name, returns an exit code.
+
+        Raises:
+            L2Error: it cannot be used.
+        """
+        return check_command(self.load(COMMANDS, name), name)
+
     def _claimed(self, group: str, name: str) -> bool:
         return any(point.name == name for point in self._points.get(group, []))
 
@@ -229,6 +241,8 @@ class Registry:
                 check_policy_class(loaded, point.name)
             elif group == WRAPPERS:
                 check_wrapper_class(loaded, point.name)
+            elif group == COMMANDS:
+                check_command(loaded, point.name)
             else:
                 check_adapter_class(loaded, f"adapters: {point.name!r}")
         except L2Error as error:
@@ -287,6 +301,17 @@ def check_policy_class(loaded: object, name: str) -> type[EvictionPolicy]:
     if not (isinstance(loaded, type) and issubclass(loaded, EvictionPolicy)):
         raise AdapterContractError(f"policies: {name!r} is no subclass of l2kit.policy.EvictionPolicy")
     return _complete(loaded, f"policies: {name!r}")
+
+
+def check_command(loaded: object, name: str) -> Callable[[Sequence[str]], int]:
+    """Check that ``loaded`` is a command, as far as that shows.
+
+    Raises:
+        AdapterContractError: it cannot be called.
+    """
+    if not callable(loaded) or isinstance(loaded, type):
+        raise AdapterContractError(f"commands: {name!r} is {loaded!r}, no function of arguments")
+    return cast(Callable[[Sequence[str]], int], loaded)
 
 
 def check_wrapper_class(loaded: object, name: str) -> type[WrappingAdapter[Any]]:

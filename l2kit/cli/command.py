@@ -15,6 +15,7 @@ from typing import Final
 from l2kit import __version__
 from l2kit.cli import archives, eviction, objects, plugins
 from l2kit.errors import ConfigError, L2Error
+from l2kit.registry import default_registry
 
 _BROKEN_PIPE: Final = 128 + 13  # as if SIGPIPE had ended us, which is what a shell expects of `l2kit ls | head`
 _INTERRUPTED: Final = 128 + 2
@@ -22,11 +23,16 @@ _INTERRUPTED: Final = 128 + 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``arguments`` are the process's own by default."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    registry = default_registry()
     # Errors are told once, here; what the library and its plugins log on the way repeats them with tracebacks.
-    logging.getLogger().addHandler(logging.NullHandler())
     try:
-        code: int = options.run(options)
+        if words and words[0] in registry.commands():
+            code = registry.command(words[0])(words[1:])
+        else:
+            options = _parser(registry.commands()).parse_args(words)
+            logging.getLogger().addHandler(logging.NullHandler())
+            code = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again at exit
@@ -50,8 +56,13 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="l2kit", description="KV cache of LLM servers: tools around its storage.")
+def _parser(more: Sequence[str]) -> argparse.ArgumentParser:
+    """Of our own commands; ``more`` are those of plugins, which see to their arguments themselves."""
+    parser = argparse.ArgumentParser(
+        prog="l2kit",
+        description="KV cache of LLM servers: tools around its storage.",
+        epilog=f"Commands of plugins: {', '.join(more)}." if more else None,
+    )
     parser.add_argument("--version", action="version", version=f"l2kit {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

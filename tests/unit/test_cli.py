@@ -126,6 +126,18 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 # --- plugins --------------------------------------------------------------------------------------
 
 
+def test_a_plugin_adds_a_command(bare: Installation) -> None:
+    code = "def main(arguments):\n    print(*arguments)\n    return 3\n"
+    bare.install("l2kit-says", {"l2kit.commands": {"say": "says:main", "hum": "says:missing"}}, says=code)
+    done = bare.run("say", "--loud", "x")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "--loud x\n", "")
+    assert "Commands of plugins:" in (told := bare.run("--help").stdout)
+    assert "say" in told
+    done = bare.run("hum")
+    assert done.returncode == 1
+    assert "'hum' of l2kit-says 1.5 cannot be imported" in done.stderr
+
+
 def test_plugins_lists_what_is_installed(shelf: Installation) -> None:
     done = shelf.run("plugins")
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,7 +19,7 @@ from l2kit.errors import (
     ConfigError,
 )
 from l2kit.memory_adapter import MemoryAdapter
-from l2kit.registry import ADAPTERS, CODECS, GROUPS, POLICIES, Registry, default_registry, entry_name
+from l2kit.registry import ADAPTERS, CODECS, COMMANDS, GROUPS, POLICIES, Registry, default_registry, entry_name
 
 ADAPTER = """
     from l2kit.adapter import Capabilities, L2Adapter
@@ -249,3 +249,20 @@ class TestListing:
         assert memory.capabilities == MemoryAdapter.capabilities
         assert listed[CODECS, "raw"].error is None
         assert default_registry() is default_registry()
+
+
+class TestCommands:
+    def test_a_plugin_adds_one(self, site: Path, install: Install) -> None:
+        code = """
+            def main(arguments):
+                return len(arguments)
+            NOTHING = 7
+        """
+        points = {"count": "commands_of_it:main", "broken": "commands_of_it:NOTHING"}
+        install("adds", "1.0", COMMANDS, points, "commands_of_it", code)
+        found = registry(site)
+        assert found.commands() == ["broken", "count"]
+        assert found.command("count")(["a", "b"]) == 2
+        with pytest.raises(AdapterContractError, match="'broken' is 7, no function"):
+            found.command("broken")
+        assert [plugin.error is None for plugin in found.plugins() if plugin.group == COMMANDS] == [False, True]
