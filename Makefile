@@ -51,8 +51,8 @@ test: test-unit test-services test-e2e wheels-lane ## everything, with real serv
 test-unit: .venv/.stamp ## unit and property tests, the slow ones too
 	$(PYTEST) $(UNIT_TESTS) -m "not service and not e2e"
 
-test-services: export L2KIT_REQUIRE ?= redis,valkey
-test-services: .venv/.stamp redis-server ## tests against real Redis and Valkey servers
+test-services: export L2KIT_REQUIRE ?= redis,valkey,s3
+test-services: .venv/.stamp redis-server ## tests against real Redis, Valkey and S3 servers
 	$(PYTEST) tests/service
 	$(PYTEST) $(OWN_TESTS) -m service
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import hung, nvme, posix, resp, submit
+from bench import hung, nixl, nvme, posix, resp, s3, submit
 from bench.pairs import run_all
 
 if __name__ == "__main__":
@@ -13,6 +13,8 @@ if __name__ == "__main__":
             "posix": posix.measure,
             "nvme": nvme.measure,
             "resp": resp.measure,
+            "s3": s3.measure,
+            "nixl": nixl.measure,
         },
         "Paired benchmarks; ratios, not claims.",
         by_name=True,

@@ -78,7 +78,7 @@ PY
 
 say "l2kit plugins"
 "$venv/bin/l2kit" plugins | tee "$scratch/plugins"
-for scheme in memory file redis valkey dirstore; do
+for scheme in memory file nvme redis valkey s3 dirstore; do
     grep -qw "$scheme" "$scratch/plugins" || { echo "l2kit plugins does not list $scheme" >&2; exit 1; }
 done
 
