@@ -75,8 +75,8 @@ bench: .venv-bench/.stamp redis-server ## bounded benchmarks beside LMCache and 
 soak: .venv/.stamp redis-server ## engines under faults and kills, every byte compared: make soak MINUTES=5
 	.venv/bin/python -m tests.soak.run --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
 
-crash-drill: .venv/.stamp ## writers of a slab are killed at random instants, everything is verified: make crash-drill N=200
-	.venv/bin/python -m tests.crash.run --kills $(or $(N),200) $(if $(SEED),--seed $(SEED))
+crash-drill: .venv/.stamp ## writers are killed at random instants, everything is verified: make crash-drill N=200 BACKEND=posix
+	.venv/bin/python -m tests.crash.run --kills $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(if $(BACKEND),--backend $(BACKEND))
 
 new-plugin: ## make plugins/l2kit-x from the template: make new-plugin NAME=x
 	@$(PYTHON) plugins/_template/new_plugin.py '$(NAME)'

@@ -58,6 +58,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         key_digest: `ObjectKey.digest` of the object.
         layout: what the bytes are once decoded.
+        nbytes: how many these are.
         layer_start, layer_stop: the layer range covered.
         metadata: the codec chain as its canonical bytes; empty means the payload is the object's bytes as they are.
         payload_offset: bytes from the start of the stored object to its payload.
@@ -67,6 +68,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
     key_digest: bytes
     layout: Layout
+    nbytes: int
     layer_start: int
     layer_stop: int
     metadata_length: int
@@ -191,6 +193,7 @@ def parse(head: bytes | bytearray | memoryview) -> Envelope:
     return Envelope(
         key_digest=key_digest,
         layout=description.layout,
+        nbytes=description.nbytes,
         layer_start=description.layer_start,
         layer_stop=description.layer_stop,
         metadata_length=description.metadata_length,
@@ -205,6 +208,7 @@ class _Description(NamedTuple):
     """What objects of one kind have in common."""
 
     layout: Layout
+    nbytes: int
     layer_start: int
     layer_stop: int
     metadata_length: int
@@ -230,7 +234,7 @@ def _read_description(described: bytes) -> _Description:
         raise CorruptObjectError("length", f"lengths contradict each other: raw {raw}, layout {layout.nbytes}")
     if metadata_length > MAX_METADATA_BYTES:
         raise CorruptObjectError("codec", f"{metadata_length} bytes of codec metadata exceed {MAX_METADATA_BYTES}")
-    return _Description(layout, start, stop, metadata_length, offset, stored)
+    return _Description(layout, raw, start, stop, metadata_length, offset, stored)
 
 
 def verify(

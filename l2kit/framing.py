@@ -104,8 +104,8 @@ class LoadFrame:
         """
         header = self._parse(self._head, stored_bytes)
         if header.payload_offset != len(self._head) or header.chain_id != envelope.chain_id(self._chain.metadata):
-            if stored_bytes > 2 * header.layout.nbytes + _EXPANSION_SLACK_BYTES:
-                raise CorruptObjectError("length", f"{stored_bytes} bytes are stored for {header.layout.nbytes}")
+            if stored_bytes > 2 * header.nbytes + _EXPANSION_SLACK_BYTES:
+                raise CorruptObjectError("length", f"{stored_bytes} bytes are stored for {header.nbytes}")
             return False
         payload = first_bytes(self._payload, header.stored_length)
         content = None
@@ -115,9 +115,9 @@ class LoadFrame:
         envelope.verify_content(header, self._metadata, payload, stored_bytes, content)
         if not self._chain.is_raw:
             self._decode(self._chain, payload[0] if payload else memoryview(b""), header)
-        elif header.stored_length != header.layout.nbytes:
+        elif header.stored_length != header.nbytes:
             raise CorruptObjectError("length", "an uncoded payload differs in length from its object")
-        self.nbytes = header.layout.nbytes
+        self.nbytes = header.nbytes
         return True
 
     def finish_whole(self, stored: memoryview, stored_bytes: int, source: CodecSource) -> None:
@@ -132,7 +132,7 @@ class LoadFrame:
         payload = stored[header.payload_offset :]
         envelope.verify_content(header, metadata, [payload], stored_bytes)
         self._decode(CodecChain.from_metadata(bytes(metadata), source), payload, header)
-        self.nbytes = header.layout.nbytes
+        self.nbytes = header.nbytes
 
     def _parse(self, head: memoryview, stored_bytes: int) -> Envelope:
         header = envelope.parse(head[:stored_bytes])
@@ -141,9 +141,9 @@ class LoadFrame:
         wanted = self._target.layout
         if wanted != header.layout and wanted.kind != "raw":
             raise CorruptObjectError("layout", f"{header.layout} is stored, {wanted} was asked for")
-        if wanted.nbytes < header.layout.nbytes:
-            raise CapacityError(f"the destination holds {wanted.nbytes} bytes, the object has {header.layout.nbytes}")
+        if self._target.nbytes < header.nbytes:
+            raise CapacityError(f"the destination holds {self._target.nbytes} bytes, the object has {header.nbytes}")
         return header
 
     def _decode(self, chain: CodecChain, payload: memoryview, header: Envelope) -> None:
-        chain.decode(payload, first_bytes(self._target.segments, header.layout.nbytes), self._key, header.layout)
+        chain.decode(payload, first_bytes(self._target.segments, header.nbytes), self._key, header.layout)

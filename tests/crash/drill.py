@@ -2,7 +2,7 @@
 
 - No object gives bytes that were not stored under its key, or an older version than was acknowledged last.
 - Every object whose store was acknowledged is there. (Where objects are evicted, it may be missing.)
-- What the adapter says it uses is what its records on the medium add up to.
+- What the adapter says it uses is what the medium adds up to, and nothing unfinished stays behind.
 """
 
 from __future__ import annotations
@@ -13,26 +13,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import anyio
 
 import l2kit
-from l2kit_nvme.testing import SlabFiles
+from tests.crash.kinds import BACKENDS, Kind, folder_of, kinds
 from tests.crash.writer import KEYS, SIZES, content, key, version_name
 
 ROOT: Final = Path(__file__).parents[2]
 
-#: What a slab is opened with; a drill takes them in turn. All but the last have room for everything.
-KINDS: Final = {
-    "none": "size_bytes=160MiB",
-    "data": "size_bytes=160MiB&durability=data",
-    "page cache": "size_bytes=160MiB&direct=false",
-    "striped": "size_bytes=64MiB&paths={folder}/second,{folder}/third",
-    "evicting": "size_bytes=160MiB&max_bytes=12MiB&durability=data",
-}
 _LATEST_KILL_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
 
@@ -45,20 +37,23 @@ class Version(NamedTuple):
 
 
 class Drill:
-    """Slabs of all kinds, what each key may hold in them, and what was found so far."""
+    """Backends of all kinds, what each key may hold in them, and what was found so far."""
 
-    def __init__(self, folder: Path, seed: int, report: Callable[[str], None]) -> None:
-        """Keep the slabs in ``folder``; ``report`` is told of what is wrong."""
+    def __init__(
+        self, folder: Path, seed: int, report: Callable[[str], None], backends: Sequence[str] = BACKENDS
+    ) -> None:
+        """Keep the media in ``folder``; ``report`` is told of what is wrong."""
         self.found: Counter[str] = Counter()
+        self.kinds: Final = [kind for backend in backends for kind in kinds(backend)]
         self._folder = folder
         self._seed = seed
         self._report = report
         self._random = random.Random(seed)
         self._held: dict[str, dict[int, set[Version | None]]] = {
-            kind: {number: {None} for number in range(KEYS)} for kind in KINDS
+            kind.name: {number: {None} for number in range(KEYS)} for kind in self.kinds
         }
         self._ever: dict[str, dict[int, set[Version]]] = {
-            kind: {number: set() for number in range(KEYS)} for kind in KINDS
+            kind.name: {number: set() for number in range(KEYS)} for kind in self.kinds
         }
 
     @property
@@ -69,19 +64,19 @@ class Drill:
 
     def kill_once(self, number: int) -> None:
         """One round: write, kill, verify."""
-        kind = list(KINDS)[number % len(KINDS)]
+        kind = self.kinds[number % len(self.kinds)]
         self._write(kind, number)
         self.found["kills"] += 1
         anyio.run(self._verify, kind)
 
-    def _url(self, kind: str) -> str:
-        folder = self._folder / kind.replace(" ", "-")
+    def _url(self, kind: Kind) -> str:
+        folder = folder_of(kind, self._folder)
         folder.mkdir(exist_ok=True)
-        return f"nvme://{folder}/first?{KINDS[kind].format(folder=folder)}"
+        return kind.url.format(folder=folder)
 
-    def _write(self, kind: str, number: int) -> None:
+    def _write(self, kind: Kind, number: int) -> None:
         command = [sys.executable, "-m", "tests.crash.writer", self._url(kind), str(self._seed), str(number)]
-        # Now and then while it opens the slab, or makes it; mostly while it writes.
+        # Now and then while it opens the backend, or makes it; mostly while it writes.
         while_opening = self._random.random() < 0.1
         delay_s = self._random.uniform(0, _LATEST_KILL_S)
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
@@ -91,11 +86,11 @@ class Drill:
                 lines.append(writer.stdout.readline())
                 if lines != ["open\n"]:
                     writer.kill()
-                    raise RuntimeError(f"the writer did not open the slab ({kind}), see above")
+                    raise RuntimeError(f"the writer did not open its backend ({kind.name}), see above")
             time.sleep(delay_s)
             writer.kill()
             lines += writer.stdout.read().splitlines()
-        self._learn(kind, number, [line for line in lines if line.startswith(("?", "!"))])
+        self._learn(kind.name, number, [line for line in lines if line.startswith(("?", "!"))])
 
     def _learn(self, kind: str, number: int, lines: list[str]) -> None:
         """What each key may hold now: of what was acknowledged the last, and anything that was under way."""
@@ -133,21 +128,19 @@ class Drill:
             for one, size in said["store"].items()
         }
 
-    async def _verify(self, kind: str) -> None:
-        url, held, evicts = self._url(kind), self._held[kind], kind == "evicting"
-        async with l2kit.open_adapter(url, timeout_s=_PATIENCE_S) as adapter:
-            for name in ("damaged_records", "outdated_records"):
+    async def _verify(self, kind: Kind) -> None:
+        held = self._held[kind.name]
+        async with l2kit.open_adapter(self._url(kind), timeout_s=_PATIENCE_S) as adapter:
+            for name in ("damaged_records", "outdated_records", "orphans_swept"):
                 self.found[name] += adapter.counters[name]
             listed = {info.key async for info in adapter.iter_keys()}
-            usage = await adapter.usage()
-            medium = SlabFiles(adapter.config.members)
-            if usage.used_bytes != medium.used_bytes or usage.objects != len(listed):
-                self._bad("usage differs", f"{kind}: {usage}, the medium has {medium.used_bytes}")
+            for difference in kind.differences(adapter, await adapter.usage(), len(listed)):
+                self._bad("usage differs", f"{kind.name}: {difference}")
             for number in range(KEYS):
                 target = l2kit.MemoryObj.allocate(l2kit.Layout.raw(max(SIZES)))
                 [outcome] = await adapter.submit_load_task([key(number)], [target])
                 found = target.tobytes()[: outcome.nbytes] if outcome.loaded else None
-                held[number] = self._judge(kind, number, outcome.status, found, evicts=evicts)
+                held[number] = self._judge(kind.name, number, outcome.status, found, evicts=kind.evicts)
 
     def _judge(self, kind: str, number: int, status: str, found: bytes | None, *, evicts: bool) -> set[Version | None]:
         allowed = self._held[kind][number]

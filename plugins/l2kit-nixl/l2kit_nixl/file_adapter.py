@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import anyio.from_thread
-from msgspec import structs
 
 from l2kit.adapter import Capabilities, KeyInfo, L2Adapter, Usage
-from l2kit.config import ParsedURL
-from l2kit.errors import AuthError, BackendError, CapacityError, ClosedError, ConfigError, L2Error
+from l2kit.config import ParsedURL, on_this_machine
+from l2kit.errors import BackendError, ClosedError, ConfigError, L2Error
 from l2kit.items import LoadItem, StoreItem
 from l2kit.keys import ObjectKey
 from l2kit.memory import first_bytes
 from l2kit.outcomes import StoreStatus
+from l2kit.system_errors import REFUSED, translate_os_error
 from l2kit_nixl.agent import Operation, Piece, TransferAgent
 from l2kit_nixl.config import NixlFileConfig
 from l2kit_nixl.object_files import ObjectFiles, OpenFile, UnfinishedFile
@@ -29,9 +29,13 @@ ConfigT = TypeVar("ConfigT", bound=NixlFileConfig)
 ResultT = TypeVar("ResultT")
 FileT = TypeVar("FileT", UnfinishedFile, OpenFile)
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
-_WRONG_PATH: Final = _REFUSED | {errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG}
+_MEND: Final = {
+    errno.ENOSPC: "free space there or set a smaller max_bytes",
+    errno.EDQUOT: "raise the quota or set a smaller max_bytes",
+    errno.EACCES: "give this user the permission, or name another directory",
+    errno.EPERM: "give this user the permission, or name another directory",
+}
+_WRONG_PATH: Final = REFUSED | {errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG}
 
 
 class NixlFileAdapter(L2Adapter[ConfigT], Generic[ConfigT]):
@@ -58,12 +62,7 @@ class NixlFileAdapter(L2Adapter[ConfigT], Generic[ConfigT]):
         Raises:
             ConfigError: another host, which mostly means that a slash is missing; a port or credentials; two paths.
         """
-        if url.host not in (None, "localhost"):
-            raise ConfigError(
-                f"{url.scheme}: path: a host ({url.host!r}) has no meaning in this URL; "
-                f"write {url.scheme}:///DIRECTORY with three slashes"
-            )
-        return super().options_from_url(structs.replace(url, host=None))
+        return super().options_from_url(on_this_machine(url, "DIRECTORY"))
 
     async def open(self) -> None:
         """Start one agent, make the directory, sweep what dead processes left, and learn what is there.
@@ -163,12 +162,7 @@ class NixlFileAdapter(L2Adapter[ConfigT], Generic[ConfigT]):
         """Errnos to the error tree, with the path; what NIXL says is translated where it is called."""
         if not isinstance(error, OSError):
             return super().translate_error(error)
-        text = f"{self.name}: {error.strerror or type(error).__name__} at {error.filename or self.config.path}"
-        if error.errno in _FULL:
-            return CapacityError(f"{text}; free space there or set a smaller max_bytes")
-        if error.errno in _REFUSED:
-            return AuthError(f"{text}; give this user the permission, or name another directory")
-        return BackendError(text)
+        return translate_os_error(error, name=self.name, path=self.config.path, mend=_MEND)
 
     @property
     def _opened_files(self) -> ObjectFiles:

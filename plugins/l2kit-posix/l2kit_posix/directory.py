@@ -1,50 +1,60 @@
 """One directory of objects, in plain blocking calls: what the adapter runs in its threads.
 
 - An object is a file that was written under another name, as a whole, and then renamed. A reader sees the old object,
-  the new one or none, whatever happens to the writer; after a power failure the envelope's checksum tells.
+  the new one or none, whatever happens to the writer; what a loss of power may do is `Writing`'s to say.
 - What the index says of a key changes together with the key's file, under one of a few locks, so within this process
-  they never part. Other processes change files behind our back: every answer asks the file system, and mends the index
-  where it differs.
+  they never part. Other processes change files behind our back: what is said to be there was opened, what is said to be
+  missing was looked for, unless the tally says that nobody else has published anything that we do not know.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from l2kit.inventory import DatedKeyInfo, counts_as_use
 from l2kit.keys import ObjectKey
 from l2kit.outcomes import StoreStatus
+from l2kit.system_errors import NO_DESCRIPTOR, NO_SPACE
 from l2kit_posix.config import FileConfig
 from l2kit_posix.eviction import Eviction
-from l2kit_posix.failures import ABSENT, NO_DESCRIPTOR, NO_SPACE
-from l2kit_posix.files import OpenObject, object_status, open_object, publish
+from l2kit_posix.failures import ABSENT
+from l2kit_posix.files import OpenObject, object_status, open_object
 from l2kit_posix.index import Found, Index
 from l2kit_posix.leases import Leases, default_max_open
-from l2kit_posix.names import object_path
+from l2kit_posix.names import Names
 from l2kit_posix.scan import Folder, list_folder, object_folders
 from l2kit_posix.staging import Staging, make_folder, sweep
-from l2kit_posix.vectors import read_file, write_file
+from l2kit_posix.tally import Tally
+from l2kit_posix.vectors import Seal
+from l2kit_posix.writing import Transport, Writing
 
-_EVENTS: Final = ("evicted", "evicted_bytes", "orphans_swept", "lease_limit", "touch_failed")
-_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_EVENTS: Final = ("evicted", "evicted_bytes", "orphans_swept", "lease_limit", "touch_failed", "recounts")
+#: So many keys are looked up between two looks whether somebody still waits for them.
+_KEYS_AT_ONCE: Final = 64
 _log = logging.getLogger(__name__)
 
 
 class ObjectDirectory:
     """The objects below one path. Every method blocks; all are thread-safe between :meth:`open` and :meth:`close`.
 
-    Shared between threads: the index, the leases and the staging folder, each with a lock of its own; ``events``, under
-    ``_events_lock``; the files, under the lock of their key. No thread holds two keys' locks.
+    Shared between threads: the index, the leases, the tally and the staging folder, each with a lock of its own;
+    ``events``, under ``_events_lock``; the files, under the lock of their key. No thread holds two keys' locks.
 
     Attributes:
         events: what happened, by name: ``evicted``, ``evicted_bytes``, ``orphans_swept``, ``lease_limit`` (hits that
-            were reported as misses), ``touch_failed`` (times of use that could not be saved).
+            were reported as misses), ``touch_failed`` (times of use that could not be saved), ``recounts``.
+        transport: how bytes go to and from files; says whether O_DIRECT is in effect.
+        recount_s: how long the last look through the whole directory took.
     """
 
     def __init__(self, config: FileConfig, checkpoint: Callable[[], None]) -> None:
@@ -52,15 +62,28 @@ class ObjectDirectory:
         self.root: Final = os.path.normpath(config.path)
         self.objects: Final = f"{self.root}/objects"
         self.events: Final = Counter(dict.fromkeys(_EVENTS, 0))
+        self.transport: Final = Transport(checkpoint)
+        self.recount_s = 0.0
         self._events_lock: Final = threading.Lock()
+        self._recounting: Final = threading.Lock()
         self._checkpoint: Final = checkpoint
-        self._file_mode: Final = config.file_mode_bits
         self._folder_mode: Final = config.folder_mode_bits
-        self._max_bytes: Final = config.max_bytes
+        self._asks_for_direct: Final = config.direct
+        self._exclusive: Final = config.exclusive
+        self._names: Final = Names(self.objects)
         self._staging: Final = Staging(Path(self.root, "staging"), self._folder_mode)
+        self._tally: Final = Tally(f"{self.root}/staging/tally", config.file_mode_bits, checkpoint)
         self._index: Final = Index()
         self._leases: Final = Leases(config.max_open_files or default_max_open())
-        self._eviction: Final = Eviction(self._index, self._leases, self.objects, checkpoint, self._count)
+        self._eviction: Final = Eviction(
+            self._index, self._leases, self._tally, self._names, config.max_bytes, checkpoint, self._count
+        )
+        self._writing: Final = Writing(config, self._staging, self._tally, self.transport, self._rejoin)
+
+    @property
+    def limit_is_shared(self) -> bool:
+        """Whether the limit is kept together with all processes of this machine."""
+        return self._tally.shared
 
     def open(self) -> None:
         """Make the folders, sweep what dead processes left, rebuild the index and evict down to the limit.
@@ -73,28 +96,33 @@ class ObjectDirectory:
         self._staging.open()
         try:
             self._count("orphans_swept", sweep(Path(self.root, "staging")))
-            found: list[Found] = []
-            for folder in self.folders():
-                self._checkpoint()
-                found += list_folder(folder)
-            self._index.fill(found)
-            if self._max_bytes is not None:
-                self._eviction.shrink_to(self._max_bytes)
+            if self._asks_for_direct:
+                self.transport.probe_direct(self._staging.new_path())
+            self._join()
+            self._index.fill(self._look_through())
+            self._tally.settle(self._index.used_bytes, complete=True)
+            self._eviction.shrink()
         except BaseException:
+            self._tally.close()
             self._staging.close()
             raise
 
     def close(self) -> None:
         """Close every file, remove the staging folder, and save the order of use. Harmless when repeated."""
-        for opened in self._leases.release_all():
-            self._leases.give_back(opened)
+        self._leases.give_back(self._leases.release_all())
+        self._tally.close()
         self._staging.close()
-        for key, used_ns in self._index.unsaved():
-            self._checkpoint()
-            self._save_use(object_path(self.objects, key), used_ns)
+        self.transport.clear()
+        self.save_uses()
 
-    def store(self, key: ObjectKey, data: Sequence[memoryview]) -> StoreStatus:
-        """Write one object.
+    def save_uses(self) -> None:
+        """Write the times of use that are not there yet into the files' times of modification."""
+        for short, used_ns in self._index.unsaved():
+            self._checkpoint()
+            self._save_use(self._names.path(short), used_ns)
+
+    def store(self, key: ObjectKey, data: Sequence[memoryview], seal: Seal | None = None) -> StoreStatus:
+        """Write one object. ``seal`` completes the first segment of ``data`` while the others are written.
 
         - ALREADY_PRESENT when the file is there with the full size; a file of another size is replaced.
         - DROPPED when it exceeds the limit, or when all that could make room is locked.
@@ -104,52 +132,58 @@ class ObjectDirectory:
             OSError: it could not be written; the old object or none is there, and no unfinished file.
         """
         size = sum(map(len, data))
-        path = object_path(self.objects, key)
-        if self._is_complete(key, path, size):
+        short, path = self._names.place(key)
+        status = object_status(path)
+        if status is not None and status.st_size == size:
+            self._used([(short, size)])
             return StoreStatus.ALREADY_PRESENT
-        if not self._eviction.reserve(size, self._max_bytes):
+        if not self._eviction.reserve(size, self.recount):
             return StoreStatus.DROPPED
         published = False
         try:
             try:
-                self._write(key, path, data, size)
+                self._write(short, path, data, seal, size)
             except OSError as error:
                 if error.errno not in NO_SPACE or not self._eviction.free(size):
                     raise
-                self._write(key, path, data, size)
+                self._write(short, path, data, seal, size)
             published = True
         finally:
             if not published:
-                self._index.unreserve(size)
+                self._eviction.unreserve(size)
         return StoreStatus.STORED
 
-    def load(self, key: ObjectKey, into: Sequence[memoryview]) -> int | None:
+    def load(
+        self, key: ObjectKey, into: Sequence[memoryview], arrived: Callable[[int], None] | None = None
+    ) -> int | None:
         """Read one object into ``into`` and return its size in bytes; None for a miss. A locked one outlives its name.
+
+        ``arrived`` hears now and then how many bytes are there, from the beginning.
 
         Raises:
             OSError: it is there and cannot be read.
         """
-        path = object_path(self.objects, key)
-        found = self._current(key, path)
-        if found is not None:
-            opened, status = found
-        else:
-            self._absent(key, path)
-            locked = self._leases.borrow(key)
-            if locked is None:
-                return None
-            opened, status = locked, None
+        short, path = self._names.place(key)
+        if self._leases.holds(short):
+            return self._load_locked(short, path, into, arrived)
         try:
-            if status is None:
-                size = os.fstat(opened.fd).st_size
-            else:
-                size = status.st_size
-                self._used(key, path, size)
-            read = read_file(opened.fd, into, self._checkpoint)
+            fd = os.open(path, self.transport.read_flags)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
+            self._absent(short, path)
+            return None
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                self._absent(short, path)
+                return None
+            read = self.transport.read(fd, into, status.st_size, arrived)
         finally:
-            self._leases.give_back(opened)
-        # Somebody may cut the file while it is read: then what was read is all there is, and verification says so.
-        return size if read == min(size, sum(map(len, into))) else read
+            os.close(fd)
+        if counts_as_use():
+            self._used([(short, status.st_size)])
+        return _loaded(status.st_size, read, into)
 
     def lookup(self, keys: Sequence[ObjectKey]) -> list[int | None]:
         """Each object's size in bytes, or None.
@@ -158,15 +192,20 @@ class ObjectDirectory:
             OSError: for some key it cannot be said.
         """
         sizes: list[int | None] = []
-        for key in keys:
-            self._checkpoint()
-            path = object_path(self.objects, key)
-            status = object_status(path)
+        used: list[tuple[bytes, int]] = []
+        complete = self._tally.is_complete
+        for number, key in enumerate(keys):
+            if number % _KEYS_AT_ONCE == 0:
+                self._checkpoint()
+            short, path = self._names.place(key)
+            status = None if complete and short not in self._index else object_status(path)
             if status is None:
-                self._absent(key, path)
+                self._absent(short, path)
+                sizes.append(None)
             else:
-                self._used(key, path, status.st_size)
-            sizes.append(None if status is None else status.st_size)
+                used.append((short, status.st_size))
+                sizes.append(status.st_size)
+        self._used(used)
         return sizes
 
     def acquire(self, keys: Sequence[ObjectKey]) -> list[int | None]:
@@ -175,25 +214,56 @@ class ObjectDirectory:
         Raises:
             OSError: for some key it cannot be said; then none is locked.
         """
-        sizes: list[int | None] = []
+        if self._exclusive:
+            return self._pin(keys)
+        sizes: list[int | None] = [None] * len(keys)
+        found: list[tuple[bytes, OpenObject]] = []
+        positions: list[int] = []
+        complete = self._tally.is_complete
+        place, index = self._names.place, self._index
         try:
-            for key in keys:
-                self._checkpoint()
-                sizes.append(self._acquire(key))
+            for number, key in enumerate(keys):
+                if number % _KEYS_AT_ONCE == 0:
+                    self._checkpoint()
+                short, path = place(key)
+                if complete and short not in index:
+                    continue
+                try:
+                    opened = self._open_current(short, path)
+                except OSError as error:
+                    if error.errno not in NO_DESCRIPTOR:
+                        raise
+                    self._unlockable()
+                    continue
+                if opened is not None:
+                    found.append((short, opened))
+                    positions.append(number)
         except BaseException:
-            taken = [key for key, size in zip(keys, sizes, strict=False) if size is not None]
-            self.give_back(self.release(taken))
+            self._leases.give_back([opened for _, opened in found])
+            raise
+        locked, spare = self._leases.add(found)
+        used: list[tuple[bytes, int]] = []
+        for number, (short, opened), is_locked in zip(positions, found, locked, strict=True):
+            if is_locked:
+                sizes[number] = size = opened.status.st_size
+                used.append((short, size))
+            else:
+                self._unlockable()
+        self._leases.give_back(spare)
+        try:
+            self._used(used)
+        except BaseException:
+            self.give_back(self._leases.release([short for short, _ in used]))
             raise
         return sizes
 
     def release(self, keys: Sequence[ObjectKey]) -> list[OpenObject]:
         """Undo one lock per key. Does not block; what it returns goes to :meth:`give_back`, which does."""
-        return self._leases.release(keys)
+        return self._leases.release([self._names.short(key) for key in keys])
 
     def give_back(self, released: Sequence[OpenObject]) -> None:
         """Close what nobody uses any more."""
-        for opened in released:
-            self._leases.give_back(opened)
+        self._leases.give_back(released)
 
     def delete(self, key: ObjectKey) -> bool:
         """Remove one object; False when there was none.
@@ -201,21 +271,39 @@ class ObjectDirectory:
         Raises:
             OSError: it is there and cannot be removed.
         """
-        path = object_path(self.objects, key)
-        with self._eviction.lock_of(key):
+        short, path = self._names.place(key)
+        with self._eviction.lock_of(short):
             try:
-                Path(path).unlink()
+                if not self._leases.condemn(short) and self._exclusive:  # it stays for those who have it locked
+                    opened = open_object(path, self.transport.read_flags)
+                    if opened is not None:
+                        self._leases.give_back(self._leases.keep(short, opened))
+                self._writing.remove(path)
             except OSError as error:
                 if error.errno not in ABSENT:
                     raise
-                self._index.remove(key)
+                self._eviction.forget(short)
                 return False
-            self._index.remove(key)
-            return True
+            else:
+                self._index.remove(short)
+                return True
+            finally:
+                self._leases.absolve(short)
 
     def folders(self) -> Iterator[Folder]:
-        """The folders that objects lie in; `list_folder` reads one."""
+        """The folders that objects lie in; :meth:`list_folder` reads one."""
         return object_folders(self.objects)
+
+    def list_folder(self, folder: Folder) -> list[DatedKeyInfo]:
+        """The objects in one folder, with the times of use that their files have: up to half a minute behind.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return [
+            DatedKeyInfo(self._names.key(one.short), one.size, one.saved_ns / 1e9)
+            for one in list_folder(folder, self._names)
+        ]
 
     def usage(self) -> tuple[int, int]:
         """Bytes and number of the objects that lie in the directory now, whoever wrote them.
@@ -226,98 +314,153 @@ class ObjectDirectory:
         used_bytes = objects = 0
         for folder in self.folders():
             self._checkpoint()
-            for found in list_folder(folder):
+            for found in list_folder(folder, self._names):
                 used_bytes += found.size
                 objects += 1
         return used_bytes, objects
 
-    def _write(self, key: ObjectKey, path: str, data: Sequence[memoryview], size: int) -> None:
-        """Write under a name of our own, then publish."""
-        unfinished = self._staging.new_path()
+    def should_recount(self) -> bool:
+        """Whether others have published what we do not know, or the tally has lost its way.
+
+        Raises:
+            OSError: it cannot be said.
+        """
+        if not self._tally.shared:
+            return False
+        if self._tally.is_lost:
+            self._rejoin()
+        if not self._tally.is_complete:
+            return True
+        with self._tally:
+            return self._tally.used_bytes != self._index.used_bytes
+
+    def recount(self) -> None:
+        """Look through the whole directory: learn what others wrote, forget what is gone, put the tally right.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        with self._recounting:
+            started = time.monotonic()
+            with self._tally:
+                before = self._tally.marks
+            found = list(self._look_through())
+            there = {one.short for one in found}
+            for short in self._index.shorts():
+                if short not in there:
+                    self._absent(short, self._names.path(short))
+            for one in sorted(found, key=lambda one: one.saved_ns):
+                if self._index.size(one.short) != one.size:
+                    self._learn(one.short)
+            living = self._staging.living()
+            with self._tally:
+                self._tally.recounted(sum(one.size for one in found), living, before)
+            self._count("recounts", 1)
+            self.recount_s = time.monotonic() - started
+
+    def _join(self) -> None:
         try:
-            fd = os.open(unfinished, _CREATE, self._file_mode)
-        except FileNotFoundError:  # somebody cleared the directory while we had it open
-            self._staging.renew()
-            unfinished = self._staging.new_path()
-            fd = os.open(unfinished, _CREATE, self._file_mode)
+            self._tally.open(self._staging.token, self._staging.living, exclusive=self._exclusive)
+        except OSError as error:
+            if self._exclusive or error.errno == errno.EBUSY:
+                raise
+            _log.warning("%s: no tally can be kept (%s); the limit is over what this process knows", self.root, error)
+
+    def _rejoin(self) -> None:
+        """The tally is gone, and with it perhaps all else; the index still knows what was there."""
+        self._join()
+        self._tally.settle(self._index.used_bytes, complete=False)
+
+    def _look_through(self) -> Iterator[Found]:
+        for folder in self.folders():
+            self._checkpoint()
+            yield from list_folder(folder, self._names)
+
+    def _write(self, short: bytes, path: str, data: Sequence[memoryview], seal: Seal | None, size: int) -> None:
+        unfinished = self._writing.write(data, seal, self._index.now_ns)
         try:
-            try:
-                if self._file_mode & 0o077:
-                    os.fchmod(fd, self._file_mode)  # the process's umask took bits away at creation
-                write_file(fd, data, self._checkpoint)
-                now_ns = self._index.now_ns()
-                os.utime(fd, ns=(now_ns, now_ns))  # the kernel's own clock gives equal times to neighbours
-            finally:
-                os.close(fd)  # some network file systems report here that there was no space
-            with self._eviction.lock_of(key):
-                publish(unfinished, path, self._folder_mode)
-                self._index.put(key, size, now_ns, reserved=True)
+            with self._eviction.lock_of(short):
+                self._writing.publish(unfinished.path, path, size)
+                self._index.put(short, size, unfinished.written_ns, reserved=size)
         except BaseException:
             with suppress(OSError):
-                Path(unfinished).unlink()
+                Path(unfinished.path).unlink()
             raise
 
-    def _is_complete(self, key: ObjectKey, path: str, size: int) -> bool:
-        status = object_status(path)
-        if status is None or status.st_size != size:
-            return False
-        self._used(key, path, size)
-        return True
-
-    def _acquire(self, key: ObjectKey) -> int | None:
-        path = object_path(self.objects, key)
-        try:
-            found = self._current(key, path)
-        except OSError as error:
-            if error.errno not in NO_DESCRIPTOR:
-                raise
-            self._unlockable()
+    def _load_locked(
+        self, short: bytes, path: str, into: Sequence[memoryview], arrived: Callable[[int], None] | None
+    ) -> int | None:
+        """The object that lies at ``path`` now; the locked one when there is none."""
+        opened = self._open_current(short, path)
+        is_there = opened is not None
+        if opened is None:
+            opened = self._leases.borrow(short)
+        if opened is None:
             return None
-        if found is None:
-            self._absent(key, path)
-            return None
-        opened, status = found
         try:
-            if not self._leases.add(key, opened):
-                self._unlockable()
-                return None
+            size = os.fstat(opened.fd).st_size
+            read = self.transport.read(opened.fd, into, size, arrived)
         finally:
-            self._leases.give_back(opened)
-        self._used(key, path, status.st_size)
-        return status.st_size
+            self._leases.give_back([opened])
+        if is_there and counts_as_use():
+            self._used([(short, size)])
+        return _loaded(size, read, into)
 
-    def _current(self, key: ObjectKey, path: str) -> tuple[OpenObject, os.stat_result] | None:
+    def _pin(self, keys: Sequence[ObjectKey]) -> list[int | None]:
+        """Look up and lock in memory, for nobody else removes anything."""
+        index, short_of = self._index, self._names.short
+        shorts = [short_of(key) for key in keys]
+        there = [short for short in shorts if short in index]
+        going = self._leases.pin(there)
+        # What was pinned and is still known stays; what is not known any more was removed in between.
+        sizes = dict(zip(there, index.sizes(there), strict=True))
+        for short in going:
+            del sizes[short]
+        lost = [short for short, size in sizes.items() if size is None]
+        if lost:
+            self.give_back(self._leases.release(lost))
+        self._used([(short, size) for short, size in sizes.items() if size is not None])
+        return [sizes.get(short) for short in shorts]
+
+    def _open_current(self, short: bytes, path: str) -> OpenObject | None:
         """The object that lies at ``path`` now, through its lock's file where that is still the same one."""
-        locked = self._leases.borrow(key)
+        locked = self._leases.borrow(short)
         if locked is not None:
+            current = False
             try:
-                status = object_status(path)
-            except BaseException:
-                self._leases.give_back(locked)
-                raise
-            if status is not None and (status.st_dev, status.st_ino) == locked.identity:
-                return locked, status
-            self._leases.give_back(locked)
-        return open_object(path)
+                current = locked.is_at(path)
+            finally:
+                if not current:
+                    self._leases.give_back([locked])
+            if current:
+                return locked
+        opened = open_object(path, self.transport.read_flags)
+        if opened is None:
+            self._absent(short, path)
+        return opened
 
-    def _used(self, key: ObjectKey, path: str, size: int) -> None:
-        now_ns = self._index.now_ns()
-        due = self._index.touch(key, size, now_ns)
-        if due is None:  # another process wrote or replaced it: from now on it counts
-            with self._eviction.lock_of(key), suppress(OSError):
-                status = object_status(path)
-                if status is not None:
-                    self._index.put(key, status.st_size, status.st_mtime_ns)
-                    due = self._index.touch(key, status.st_size, now_ns)
-        if due:
-            self._save_use(path, now_ns)
+    def _used(self, objects: Sequence[tuple[bytes, int]]) -> None:
+        """Objects were used that were found with these sizes."""
+        unknown = self._index.use(objects)
+        if unknown:  # another process wrote or replaced it: from now on it counts
+            for short in unknown:
+                self._learn(short)
+            sizes = dict(objects)
+            self._index.use([(short, sizes[short]) for short in unknown])
 
-    def _absent(self, key: ObjectKey, path: str) -> None:
+    def _learn(self, short: bytes) -> None:
+        path = self._names.path(short)
+        with self._eviction.lock_of(short), suppress(OSError):
+            status = object_status(path)
+            if status is not None:
+                self._index.put(short, status.st_size, status.st_mtime_ns)
+
+    def _absent(self, short: bytes, path: str) -> None:
         """Mend the index after a miss, unless a store has just put the object there."""
-        if key in self._index:
-            with self._eviction.lock_of(key), suppress(OSError):
+        if short in self._index:
+            with self._eviction.lock_of(short), suppress(OSError):
                 if object_status(path) is None:
-                    self._index.remove(key)
+                    self._eviction.forget(short)
 
     def _save_use(self, path: str, used_ns: int) -> None:
         try:
@@ -339,3 +482,8 @@ class ObjectDirectory:
     def _count(self, event: str, number: int) -> None:
         with self._events_lock:
             self.events[event] += number
+
+
+def _loaded(size: int, read: int, into: Sequence[memoryview]) -> int:
+    # Somebody may cut the file while it is read: then what was read is all there is, and verification says so.
+    return size if read == min(size, sum(map(len, into))) else read

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 from typing import Final
 
-from l2kit.errors import (
-    AuthError,
-    BackendBusyError,
-    BackendError,
-    CapacityError,
-    ConfigError,
-    L2Error,
-    TransientBackendError,
-)
+from l2kit.errors import ConfigError, L2Error
+from l2kit.system_errors import REFUSED, advice, reason, translate_os_error
 
-#: The file system is full, or this user's share of it.
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 #: There is no such file. A symbolic link where a file should be is no object either.
 ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-#: This process, or the system, has no file descriptor left.
-NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 _MEND: Final = {
     errno.ENOSPC: "free space there or set a smaller max_bytes",
@@ -40,11 +28,8 @@ _MEND: Final = {
     errno.ENAMETOOLONG: "use a shorter path",
     errno.ELOOP: "symbolic links go round in a circle there; name another directory",
 }
-_CAPACITY: Final = NO_SPACE | {errno.EFBIG}
-_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
-_TRANSIENT: Final = frozenset({errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ENOMEM, errno.ENOLCK})
 #: Errors of opening the directory that another value of ``path`` would mend.
-_WRONG_PATH: Final = _REFUSED | {
+_WRONG_PATH: Final = REFUSED | {
     errno.EROFS,
     errno.EEXIST,
     errno.ENOTDIR,
@@ -57,17 +42,7 @@ _WRONG_PATH: Final = _REFUSED | {
 
 def translate(error: OSError, *, name: str, path: str) -> L2Error:
     """The error of the tree for ``error``; ``name`` is the tier, ``path`` its directory."""
-    text = f"{name}: {_reason(error)} at {error.filename or path}{_mend(error)}"
-    code = error.errno
-    if code in _CAPACITY:
-        return CapacityError(text)
-    if code in _REFUSED:
-        return AuthError(text)
-    if code in NO_DESCRIPTOR:
-        return BackendBusyError(text)
-    if code in _TRANSIENT:
-        return TransientBackendError(text)
-    return BackendError(text)
+    return translate_os_error(error, name=name, path=path, mend=_MEND)
 
 
 def translate_at_open(error: OSError, *, name: str, path: str) -> L2Error:
@@ -75,14 +50,4 @@ def translate_at_open(error: OSError, *, name: str, path: str) -> L2Error:
     if error.errno not in _WRONG_PATH:
         return translate(error, name=name, path=path)
     where = "" if error.filename in (None, path) else f" at {error.filename}"
-    return ConfigError(f"{name}: path: cannot keep objects in {path}: {_reason(error)}{where}{_mend(error)}")
-
-
-def _reason(error: OSError) -> str:
-    code = errno.errorcode.get(error.errno or 0, str(error.errno))
-    return f"{error.strerror or type(error).__name__} ({code}, user {os.geteuid()})"
-
-
-def _mend(error: OSError) -> str:
-    mend = _MEND.get(error.errno or 0)
-    return f"; {mend}" if mend else ""
+    return ConfigError(f"{name}: path: cannot keep objects in {path}: {reason(error)}{where}{advice(error, _MEND)}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from l2kit_posix.index import Found
-from l2kit_posix.names import FAN_OUT, NAMESPACE, parse_names
+from l2kit_posix.names import FAN_OUT, NAMESPACE, Names
 
 
 class Folder(NamedTuple):
@@ -30,7 +30,7 @@ def object_folders(objects: str) -> Iterator[Folder]:
             yield Folder(f"{objects}/{namespace}/{fan_out}", namespace, fan_out)
 
 
-def list_folder(folder: Folder) -> list[Found]:
+def list_folder(folder: Folder, names: Names) -> list[Found]:
     """The objects in one folder.
 
     Raises:
@@ -40,14 +40,14 @@ def list_folder(folder: Folder) -> list[Found]:
     try:
         with os.scandir(folder.path) as entries:
             for entry in entries:
-                key = parse_names(folder.namespace, folder.fan_out, entry.name)
-                if key is None or not entry.is_file(follow_symlinks=False):
+                short = names.parse(folder.namespace, folder.fan_out, entry.name)
+                if short is None or not entry.is_file(follow_symlinks=False):
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                found.append(Found(key, status.st_size, status.st_mtime_ns))
+                found.append(Found(short, status.st_size, status.st_mtime_ns))
     except FileNotFoundError:
         pass
     return found

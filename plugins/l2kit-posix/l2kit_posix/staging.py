@@ -1,6 +1,6 @@
 """Where unfinished files lie: one folder per open adapter, and the sweep of folders whose owner is gone.
 
-``staging/BOOT-PID-RANDOM/`` holds the unfinished files of one adapter and a file ``lock`` that its process keeps locked
+``staging/BOOT-PID-TOKEN/`` holds the unfinished files of one adapter and a file ``lock`` that its process keeps locked
 (``flock``), so the kernel says who is alive, across containers and whatever the process ids are. A folder of another
 boot or host, and any folder where the file system knows no locks, counts as abandoned only when nothing in it has
 changed for `ORPHAN_AGE_S`: some network file systems keep locks to one host. A store outlives even a wrong sweep: it
@@ -31,6 +31,7 @@ _LOCK: Final = "lock"
 #: Until its lock is held, a folder has another name, so that nobody finds it unlocked.
 _UNLOCKED: Final = "new-"
 _NAME: Final = re.compile(rf"(?P<unlocked>{_UNLOCKED})?(?P<boot>[0-9a-f]{{12}})-\d+-[0-9a-f]{{16}}")
+_TOKEN_DIGITS: Final = 16
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +53,7 @@ class Staging:
         Raises:
             OSError: it cannot be made.
         """
-        name = f"{_boot()}-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"{_boot()}-{os.getpid()}-{secrets.token_hex(_TOKEN_DIGITS // 2)}"
         made = self._parent / f"{_UNLOCKED}{name}"
         make_folder(made, self._folder_mode)
         fd = -1
@@ -68,18 +69,34 @@ class Staging:
             raise
         self._lock_fd = fd
 
-    def renew(self) -> None:
-        """Make the folder again if somebody removed it.
+    def renew(self) -> bool:
+        """Make the folder again if somebody removed it; False when another thread was faster.
 
         Raises:
             OSError: it cannot be made.
         """
         with self._making:
             if self._folder is not None and self._folder.exists():
-                return
+                return False
             self.close()
             make_folder(self._parent, self._folder_mode)
             self.open()
+            return True
+
+    @property
+    def token(self) -> int:
+        """What tells this adapter from all others; of the folder's name."""
+        return 0 if self._folder is None else int(self._folder.name[-_TOKEN_DIGITS:], 16)
+
+    def living(self) -> set[int]:
+        """The tokens of all adapters that have the directory open now, on this machine, this one included.
+
+        Raises:
+            OSError: it cannot be said.
+        """
+        with os.scandir(self._parent) as entries:
+            names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
+        return {int(name[-_TOKEN_DIGITS:], 16) for name in names if _locked(self._parent / name)}
 
     def new_path(self) -> str:
         """A path in the folder that nothing has been written to, ever."""
@@ -131,6 +148,22 @@ def sweep(parent: Path) -> int:
             else:
                 swept += 1
     return swept
+
+
+def _locked(folder: Path) -> bool:
+    try:
+        fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another user's
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _abandoned(folder: Path, match: re.Match[str]) -> bool:

@@ -28,13 +28,17 @@ def restless() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("foreign", [False, True], ids=["alone", "beside another process"])
-def test_random_work_in_many_threads_leaves_everything_in_order(tmp_path: Path, foreign: bool) -> None:
+@pytest.mark.parametrize("how", ["alone", "exclusive", "beside another process"])
+def test_random_work_in_many_threads_leaves_everything_in_order(tmp_path: Path, how: str) -> None:
+    foreign, exclusive = how == "beside another process", how == "exclusive"
     seed = random.randrange(1 << 32)
-    directory = ObjectDirectory(FileConfig(path=str(tmp_path), max_bytes=_LIMIT, max_open_files=8), lambda: None)
+    directory = ObjectDirectory(
+        FileConfig(path=str(tmp_path), max_bytes=_LIMIT, max_open_files=8, exclusive=exclusive), lambda: None
+    )
     other = ObjectDirectory(FileConfig(path=str(tmp_path)), lambda: None)
     directory.open()
-    other.open()
+    if foreign:
+        other.open()
     keys = [ObjectKey("ns", bytes([number]) * 8) for number in range(3)]
     failures: list[BaseException] = []
 

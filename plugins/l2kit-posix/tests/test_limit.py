@@ -69,7 +69,7 @@ class Limit(Conformance):
         for folder in ("objects", "staging"):
             for path in (root / folder).rglob("*"):
                 try:
-                    total += path.stat().st_size if path.is_file() else 0
+                    total += path.stat().st_size if path.is_file() and path.name != "tally" else 0
                 except FileNotFoundError:
                     continue
         return total
@@ -81,7 +81,7 @@ def files_on_disk(root: Path) -> dict[tuple[Path, int], int]:
     for path in root.rglob("*"):
         with suppress(OSError):  # gone meanwhile
             status = path.stat()
-            if stat.S_ISREG(status.st_mode):
+            if stat.S_ISREG(status.st_mode) and path.name != "tally":
                 found[path, status.st_ino] = status.st_size
     return found
 

@@ -200,7 +200,7 @@ class TestStaging(Conformance):
     async def abandon(self, url: str, staging: Path) -> Path:
         """The staging folder of a process that is gone, with a file that it did not finish."""
         async with self.open_adapter(url):
-            [own] = staging.iterdir()
+            [own] = staging.glob("*/")
             name, lock = own.name, (own / "lock").read_bytes()
         orphan = staging / name
         orphan.mkdir()
@@ -221,7 +221,7 @@ class TestStaging(Conformance):
 
     async def test_a_living_owners_files_stay(self, url: str, staging: Path) -> None:
         async with self.open_adapter(url) as first:
-            [own] = staging.iterdir()
+            [own] = staging.glob("*/")
             (own / "unfinished").touch()
             self.age(own)
             async with self.open_adapter(url) as second:

@@ -13,8 +13,8 @@ from l2kit import ConfigError, L2Error, ObjectKey, open_adapter
 from l2kit.errors import AuthError, BackendBusyError, BackendError, CapacityError, TransientBackendError
 from l2kit_posix import FileConfig
 from l2kit_posix.failures import translate
-from l2kit_posix.index import TOUCH_INTERVAL_NS, Found, Index
-from l2kit_posix.names import object_path, parse_names
+from l2kit_posix.index import Found, Index
+from l2kit_posix.names import Names, object_path, parse_names
 from l2kit_posix.vectors import read_file, vectors, write_file
 
 numbers = st.integers(0, 2**32 - 1)
@@ -65,6 +65,19 @@ def test_a_file_in_the_wrong_folder_is_no_object() -> None:
     namespace, fan_out, name = object_path("", ObjectKey("ns", bytes(8))).split("/")[1:]
     assert parse_names(namespace, fan_out, name) is not None
     assert parse_names(namespace, f"{int(fan_out, 16) ^ 1:02x}", name) is None
+
+
+@given(st.lists(keys, min_size=1, max_size=5))
+def test_a_short_key_says_which_key_it_is(some: list[ObjectKey]) -> None:
+    names = Names("/cache/objects")
+    shorts = [names.short(key) for key in some]
+    assert shorts == [names.place(key)[0] for key in some]
+    assert len(set(shorts)) == len(set(some))
+    for key, short in zip(some, shorts, strict=True):
+        path = object_path("/cache/objects", key)
+        assert names.path(short) == names.place(key)[1] == path
+        assert names.key(short) == key
+        assert names.parse(*path.removeprefix("/cache/objects/").split("/")) == short
 
 
 def test_one_chunk_lies_in_one_folder_and_chunks_spread() -> None:
@@ -125,8 +138,8 @@ def test_a_write_that_does_not_get_on_is_an_error(monkeypatch: pytest.MonkeyPatc
         write_file(-1, [memoryview(b"abc")], lambda: None)
 
 
-def _key(number: int) -> ObjectKey:
-    return ObjectKey("ns", number.to_bytes(8, "big"))
+def _key(number: int) -> bytes:
+    return number.to_bytes(8, "big")
 
 
 def test_index_keeps_order_and_bytes() -> None:
@@ -134,18 +147,54 @@ def test_index_keeps_order_and_bytes() -> None:
     index.fill([Found(_key(1), 10, 300), Found(_key(2), 20, 100), Found(_key(3), 30, 200)])
     assert (len(index), index.used_bytes) == (3, 60)
     assert index.oldest(lambda key: False) == _key(2)
-    assert index.touch(_key(2), 20, 400) is False
-    assert index.touch(_key(2), 21, 400) is None, "another size is another object"
+    assert index.use([(_key(2), 21), (_key(4), 1)]) == [_key(2), _key(4)], "another size is another object"
+    assert index.use([(_key(2), 20)]) == []
     assert index.oldest(lambda key: False) == _key(3)
     assert index.oldest(lambda key: key == _key(3)) == _key(1)
     index.put(_key(3), 5, 500)
     assert index.used_bytes == 35
-    index.remove(_key(3))
-    index.remove(_key(3))
+    assert index.remove(_key(3)) == 5
+    assert index.remove(_key(3)) == 0
     assert (len(index), index.used_bytes) == (2, 30)
-    assert index.unsaved() == [(_key(2), 400)]
-    assert index.touch(_key(1), 10, 300 + TOUCH_INTERVAL_NS) is True
-    assert index.unsaved() == [(_key(2), 400)]
+    assert index.size(_key(1)) == 10
+    assert index.size(_key(3)) is None
+
+
+def test_index_says_once_whose_time_of_use_is_to_be_saved() -> None:
+    index = Index()
+    now_ns = index.now_ns()
+    index.fill([Found(_key(1), 10, now_ns), Found(_key(2), 10, now_ns - 1)])
+    assert index.unsaved() == []
+    index.use([(_key(2), 10)])
+    [(short, used_ns)] = index.unsaved()
+    assert (short, used_ns > now_ns) == (_key(2), True)
+    assert index.saved_ns(_key(2)) == used_ns
+    assert index.unsaved() == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "use", "remove", "elsewhere"]), st.integers(0, 9)), max_size=60))
+def test_index_agrees_with_a_list(steps: list[tuple[str, int]]) -> None:
+    """The order of use, step by step, as a plain list keeps it."""
+    index, order = Index(), list[int]()
+    for number, (step, which) in enumerate(steps):
+        if step == "put":
+            index.put(_key(which), 7, number)
+        elif step == "use":
+            index.use([(_key(which), 7)])
+        elif step == "elsewhere":
+            index.used_elsewhere(_key(which), number)
+        else:
+            index.remove(_key(which))
+        known = which in order
+        if known:
+            order.remove(which)
+        if step == "put" or (known and step != "remove"):
+            order.append(which)
+        seen: list[bytes] = []
+        while (oldest := index.oldest(seen.__contains__)) is not None:
+            seen.append(oldest)
+        assert seen == [_key(one) for one in order]
+        assert index.used_bytes == 7 * len(order) == 7 * len(index)
 
 
 def test_index_reservations_count_against_the_limit() -> None:
@@ -153,7 +202,7 @@ def test_index_reservations_count_against_the_limit() -> None:
     assert index.reserve(60, 100)
     assert not index.reserve(41, 100)
     assert index.wait_for_change(index.version, 0.0)
-    index.put(_key(1), 60, 1, reserved=True)
+    index.put(_key(1), 60, 1, reserved=60)
     assert not index.wait_for_change(index.version, 0.0), "nothing is under way any more"
     assert not index.reserve(41, 100)
     assert index.reserve(40, 100)

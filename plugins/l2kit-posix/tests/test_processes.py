@@ -103,7 +103,7 @@ class TestProcesses(Conformance):
             pytest.fail("the writer was never caught in the middle of an object")
         async with self.open_adapter(url) as adapter:
             assert adapter.counters["orphans_swept"] == 1
-            assert len(list(root.glob("staging/*"))) == 1
+            assert len(list(root.glob("staging/*/"))) == 1
             assert not any(path.exists() for path in unfinished)
             listed = {info.key async for info in adapter.iter_keys()}
             seed = f"killed {attempt}"
@@ -114,14 +114,14 @@ class TestProcesses(Conformance):
                 assert outcome.loaded == (writer_key(seed, number) in listed)
                 assert not outcome.loaded or received == content((seed, number), nbytes)
             assert (await adapter.usage()).used_bytes == sum(
-                path.stat().st_size for path in root.rglob("*") if path.is_file()
+                path.stat().st_size for path in root.glob("objects/**/*") if path.is_file()
             )
 
     async def test_a_living_process_is_not_swept(self, url: str, root: Path) -> None:
         with writer(url, "alive", 1, 1000) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "0\n"
-            [theirs] = root.glob("staging/*")
+            [theirs] = root.glob("staging/*/")
             async with self.open_adapter(url) as adapter:
                 assert adapter.counters["orphans_swept"] == 0
                 assert theirs.exists()
@@ -292,3 +292,38 @@ def failing(path: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", path], check=True)
+
+
+class TestLargeObjects(Conformance):
+    """They are verified piece by piece, as they arrive."""
+
+    @pytest.fixture
+    def adapter_url(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/cache"
+
+    @pytest.mark.parametrize("position", [4096, 5 << 20, -1])
+    async def test_damage_anywhere_is_found(self, url: str, root: Path, position: int) -> None:
+        nbytes = (9 << 20) + 5
+        data = content("large", nbytes)
+        async with self.open_adapter(url) as adapter:
+            await self.store(adapter, {self.key(): data})
+            await self.expect(adapter, {self.key(): data})
+            path = Path(object_path(f"{root}/objects", self.key()))
+            damaged = bytearray(path.read_bytes())
+            damaged[position] ^= 1
+            path.write_bytes(damaged)
+            outcome, _ = await self.load(adapter, self.key(), nbytes)
+            assert outcome.status == "corrupt"
+            await self.expect(adapter, {self.key(): None})
+
+    async def test_one_that_is_cut_is_found(self, url: str, root: Path) -> None:
+        nbytes = 9 << 20
+        async with self.open_adapter(url) as adapter:
+            await self.store(adapter, {self.key(): content("cut", nbytes)})
+            os.truncate(object_path(f"{root}/objects", self.key()), 5 << 20)
+            outcome, _ = await self.load(adapter, self.key(), nbytes)
+            assert outcome.status == "corrupt"
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        return tmp_path / "cache"

@@ -118,8 +118,12 @@ def _look(
         questions.append(_extension(connection, names, ttl_ms))
     connection.send([b"".join(questions)], len(questions) * len(names))
     sizes = connection.take_integers(len(names))
-    starts = connection.take_strings(len(names)) if heads else [_NOT_ASKED] * len(names)
+    starts = connection.take_strings(len(names)) if heads else []
     lives = _extended(connection, names, ttl_ms) if ttl_ms else [False] * len(names)
+    if not heads:  # what is no head has one size for all objects of a model: it is judged once
+        seen = set(zip(sizes, lives, strict=True))
+        known = {each: _found(each[0], _NOT_ASKED, each[1] or extended) for each in seen}
+        return [known[each] for each in zip(sizes, lives, strict=True)]
     return [
         Found(size, lived or extended)
         if type(size) is int and size > HEAD_BYTES and type(start) is bytes and len(start) != HEAD_BYTES

@@ -7,7 +7,7 @@ announces is bounded before anything is allocated for it. Whatever is not exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from l2kit.memory import first_bytes, split
@@ -40,7 +40,10 @@ def pipeline(command: bytes, keys: Sequence[bytes], *rest: bytes) -> bytes:
     """The same command for each key, one after the other, with the same words ``rest`` behind the key."""
     head = b"*%d\r\n$%d\r\n%b\r\n" % (2 + len(rest), len(command), command)
     tail = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in rest])
-    return b"".join([b"%b$%d\r\n%b\r\n%b" % (head, len(key), key, tail) for key in keys])
+    if not keys:
+        return b""
+    between = tail + head
+    return b"%b%b%b" % (head, between.join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys]), tail)
 
 
 def value_request(before: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()) -> tuple[bytes, bytes]:
@@ -92,13 +95,9 @@ class ReplyReader:
         taken: list[int | ServerError] = []
         while len(taken) < count:
             block = self._lines(count - len(taken))
-            for line in block:
-                if line[:1] == b":":
-                    taken.append(_integer(line[1:]))
-                elif line[:1] == b"-":
-                    taken.append(ServerError(line[1:].decode(errors="replace")))
-                else:
-                    raise ProtocolError(f"{line[:1]!r} in place of an integer")
+            # Most are the same: sizes of one model's objects, ones and zeros. Errors are not shared: they get a node.
+            known = {line: _integer(line[1:]) for line in set(block) if line[:1] == b":"}
+            taken += [known[line] if line in known else _error_line(line) for line in block]
         return taken
 
     def strings(self, count: int) -> list[bytes | ServerError | None]:
@@ -169,25 +168,29 @@ class ReplyReader:
             self._fill(_LEAST_REPLY_BYTES - held)
         begin = bytes(self._buffer[self._start : self._end])
         rest, trailer = memoryview(bytearray(len(expected) - held)), memoryview(bytearray(2))
-        following = memoryview(bytearray(_LEAST_REPLY_BYTES if more() else 0))
+        following = self._buffer[: _LEAST_REPLY_BYTES if more() else 0]
         parts = [rest, *into, trailer, following]
-        received = self._stream.receive_some(first_bytes(parts, _BUFFER_BYTES - held))
+        nbytes = len(rest) + length + 2 + len(following)
+        room = _BUFFER_BYTES - held
+        received = self._stream.receive_some(parts if nbytes <= room else first_bytes(parts, room), expected=True)
         if received < len(rest) or bytes(rest) != expected[held:]:
-            self._put_back([memoryview(begin), *first_bytes(parts, received)])
+            taken = begin + b"".join(first_bytes(parts, received))
+            self._start, self._end = 0, len(taken)
+            self._buffer[: self._end] = taken
             return False
-        self._put_back(())
-        nbytes = len(rest) + length + 2 + len(following) - received
-        parts = split(parts, received)[1]
-        if near_end is not None and nbytes > 2 * NEAR_END_BYTES:
-            front, parts = split(parts, nbytes - NEAR_END_BYTES)
-            self._stream.receive(front)
-            near_end()
-            if not following and more():
-                following = memoryview(bytearray(_LEAST_REPLY_BYTES))
-                parts.append(following)
-        self._stream.receive(parts)
+        if received < nbytes:
+            nbytes -= received
+            parts = split(parts, received)[1]
+            if near_end is not None and nbytes > 2 * NEAR_END_BYTES:
+                front, parts = split(parts, nbytes - NEAR_END_BYTES)
+                self._stream.receive(front)
+                near_end()
+                if not following and more():
+                    following = self._buffer[:_LEAST_REPLY_BYTES]
+                    parts.append(following)
+            self._stream.receive(parts)
         _check_end(trailer)
-        self._put_back([following])
+        self._start, self._end = 0, len(following)
         return True
 
     def value(self, into: Sequence[memoryview], length: int, near_end: Callable[[], None] | None = None) -> None:
@@ -213,13 +216,6 @@ class ReplyReader:
             self._start += buffered
             left.append(segment[buffered:])
         self._stream.receive(left)
-
-    def _put_back(self, parts: Iterable[memoryview]) -> None:
-        """Let ``parts``, which hold no more than the buffer does, be what comes next, and nothing else be held."""
-        self._start = self._end = 0
-        for part in parts:
-            self._buffer[self._end : self._end + len(part)] = part
-            self._end += len(part)
 
     def _bulk(self, length: int) -> bytes:
         data = bytearray(length)
@@ -247,6 +243,12 @@ class ReplyReader:
             self._buffer[:held] = self._buffer[self._start : self._end]
             self._start, self._end = 0, held
         self._end += self._stream.receive_some([self._buffer[held : min(_BUFFER_BYTES, held + limit)]])
+
+
+def _error_line(line: bytes) -> ServerError:
+    if line[:1] != b"-":
+        raise ProtocolError(f"{line[:1]!r} in place of an integer")
+    return ServerError(line[1:].decode(errors="replace"))
 
 
 def _check_end(trailer: memoryview) -> None:

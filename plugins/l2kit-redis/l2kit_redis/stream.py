@@ -16,7 +16,7 @@ import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -116,7 +116,9 @@ class Stream:
                 if self._tls:
                     sent = self._socket.send(left[0])
                 else:
-                    sent = self._socket.sendmsg(list(itertools.islice(left, _MAX_SEGMENTS)))
+                    sent = self._socket.sendmsg(
+                        left if len(left) <= _MAX_SEGMENTS else list(itertools.islice(left, _MAX_SEGMENTS))
+                    )
             except _NOTHING_MOVED:
                 self.patience.waited()
                 continue
@@ -136,9 +138,12 @@ class Stream:
         while left:
             _advance(left, self._receive_some(left, socket.MSG_WAITALL))
 
-    def receive_some(self, into: Iterable[memoryview]) -> int:
-        """Receive what is there, at least one byte and at most what ``into`` holds, and return how many."""
-        return self._receive_some(_views(into))
+    def receive_some(self, into: Sequence[memoryview], *, expected: bool = False) -> int:
+        """Receive what is there, at least one byte and at most what ``into`` holds, and return how many.
+
+        All of it, when it is ``expected`` and comes within a slice: waiting once costs less than looking often.
+        """
+        return self._receive_some(into, socket.MSG_WAITALL if expected else 0)
 
     def is_quiet(self) -> bool:
         """True when the peer has neither sent anything unread nor closed the connection. Does not block."""
@@ -174,13 +179,14 @@ class Stream:
         with suppress(OSError):
             self._socket.close()
 
-    def _receive_some(self, left: deque[memoryview], flags: int = 0) -> int:
+    def _receive_some(self, left: Sequence[memoryview], flags: int = 0) -> int:
         while True:
             try:
                 if self._tls:
                     received = self._socket.recv_into(left[0])
                 else:
-                    received = self._socket.recvmsg_into(list(itertools.islice(left, _MAX_SEGMENTS)), 0, flags)[0]
+                    some = left if len(left) <= _MAX_SEGMENTS else list(itertools.islice(left, _MAX_SEGMENTS))
+                    received = self._socket.recvmsg_into(some, 0, flags)[0]
             except _NOTHING_MOVED:
                 self.patience.waited()
                 continue
