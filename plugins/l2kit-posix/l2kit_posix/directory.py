@@ -41,6 +41,8 @@ from l2kit_posix.writing import Transport, Writing
 _EVENTS: Final = ("evicted", "evicted_bytes", "orphans_swept", "lease_limit", "touch_failed", "recounts")
 #: So many keys are looked up between two looks whether somebody still waits for them.
 _KEYS_AT_ONCE: Final = 64
+#: What a full file system takes for an object besides its bytes: blocks of its own, and those of a new folder.
+_OVERHEAD_BYTES: Final = 64 << 10
 _log = logging.getLogger(__name__)
 
 
@@ -144,7 +146,7 @@ class ObjectDirectory:
             try:
                 self._write(short, path, data, seal, size)
             except OSError as error:
-                if error.errno not in NO_SPACE or not self._eviction.free(size):
+                if error.errno not in NO_SPACE or not self._eviction.free(size + _OVERHEAD_BYTES):
                     raise
                 self._write(short, path, data, seal, size)
             published = True
