@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from l2kit.memory import first_bytes
 from l2kit_posix.vectors import CALL_BYTES, IOV_MAX, finish_write, without
 
 PAGE_BYTES: Final = 4096
@@ -117,7 +118,7 @@ class DirectFiles:
         buffer = self._take()
         try:
             total = 0
-            for parts in calls(_first(into, size), address_of):
+            for parts in calls(first_bytes(into, size), address_of):
                 self._checkpoint()
                 vector = _vector(parts, buffer)
                 wanted = sum(part.nbytes for part in parts)
@@ -156,15 +157,6 @@ class DirectFiles:
 def address_of(view: memoryview) -> int | None:
     """Where the memory of a view begins; None for read-only memory, whose address Python does not tell."""
     return None if view.readonly or not len(view) else ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _first(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first ``nbytes`` of a scatter/gather list, or all of it."""
-    first: list[memoryview] = []
-    for segment in segments:
-        first.append(segment[:nbytes])
-        nbytes -= len(first[-1])
-    return first
 
 
 def _vector(parts: Sequence[Part], buffer: memoryview) -> list[memoryview]:
