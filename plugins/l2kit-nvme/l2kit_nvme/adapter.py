@@ -225,9 +225,9 @@ class NvmeAdapter(L2Adapter[NvmeConfig]):
         try:
             await self._move(left, [one.nbytes for one in left], reserve, slab.write, commit)
         finally:
-            if places:
-                for place in places.values():
-                    slab.abandon(place)
+            for place in places.values():
+                slab.abandon(place)
+            if places or answers:  # also who was dropped: what was evicted for it is room for a smaller one
                 self._make_room()
         return answers
 

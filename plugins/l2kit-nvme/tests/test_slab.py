@@ -9,9 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 import l2kit
@@ -22,6 +25,7 @@ from l2kit_nvme.catalog import Catalog, Place
 from l2kit_nvme.geometry import HEADER_BYTES, PAGE_BYTES, RECORD_BYTES, UNIT_BYTES, slot_pages
 from l2kit_nvme.medium import Medium
 from l2kit_nvme.records import encode
+from l2kit_nvme.slab import Slab as SlabOnMedium
 from l2kit_nvme.testing import SlabFiles
 
 _NBYTES = 60_000
@@ -274,6 +278,32 @@ class TestRoom(Slab):
         async with self.open_adapter(url, max_bytes=_TAKEN, max_concurrency=4) as adapter:
             outcomes = await adapter.submit_store_task(self.keys(12), [source(content(n, _NBYTES)) for n in range(12)])
             assert {outcome.status for outcome in outcomes} == {"stored"}
+
+    async def test_what_was_evicted_for_a_store_that_is_dropped_is_room_for_another(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A small store waits while a large one evicts all that may go, finds that too little, and is dropped."""
+        evicting, go_on = threading.Event(), threading.Event()
+
+        def slowly(self: SlabOnMedium, victims: Sequence[Place]) -> None:
+            evicting.set()
+            assert go_on.wait(10)
+            revoke(self, victims)
+
+        revoke = SlabOnMedium._revoke
+        async with self.open_adapter(url, max_bytes=4 * _TAKEN, max_concurrency=2, timeout_s=30) as adapter:
+            await self.put(adapter, 0, 1, 2)
+            await adapter.submit_lookup_and_lock_task(self.keys(2))
+            monkeypatch.setattr(SlabOnMedium, "_revoke", slowly)
+            large = adapter.submit_store_task([self.key(3)], [source(bytes(3 * _NBYTES))])
+            await anyio.to_thread.run_sync(lambda: evicting.wait(10))
+            small = adapter.submit_store_task([self.key(4)], [source(content(4, 110_000))])
+            assert isinstance(adapter, NvmeAdapter)
+            while not adapter._room.statistics().tasks_waiting:  # noqa: ASYNC110 - nobody tells
+                await anyio.sleep(0.001)
+            go_on.set()
+            with anyio.fail_after(10):
+                assert [outcome.status for outcome in [*await large, *await small]] == ["dropped", "stored"]
 
     async def test_wear_is_what_was_written(self, url: str) -> None:
         async with self.open_adapter(url) as adapter:
