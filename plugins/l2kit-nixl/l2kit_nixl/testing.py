@@ -1,4 +1,4 @@
-"""Memory pools for tests of whoever uses ``nixl+ucx://``: real processes on this machine."""
+"""For tests: memory pools, which are real processes on this machine, and the way around an adapter to its files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,34 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from l2kit.adapter import L2Adapter
+from l2kit.keys import ObjectKey
 
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+
+class FilesUnderneath:
+    """The hooks by which `AdapterConformance` goes around ``nixl+posix://`` and ``nixl+gds://``."""
+
+    def raw_read(self, adapter: L2Adapter[Any], key: ObjectKey) -> bytes | None:
+        """The file's bytes."""
+        path = self._path(adapter, key)
+        return path.read_bytes() if path.exists() else None
+
+    def raw_write(self, adapter: L2Adapter[Any], key: ObjectKey, data: bytes) -> None:
+        """Put others in their place."""
+        self._path(adapter, key).write_bytes(data)
+
+    def raw_unfinished(self, adapter: L2Adapter[Any]) -> list[str]:
+        """Files that have no object's name yet."""
+        return [str(path) for path in Path(adapter.config.path, "unfinished").iterdir()]
+
+    def _path(self, adapter: L2Adapter[Any], key: ObjectKey) -> Path:
+        return Path(adapter._files._path(key))  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 class PoolProcess:

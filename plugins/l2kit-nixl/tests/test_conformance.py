@@ -15,27 +15,14 @@ from l2kit.testing import AdapterConformance
 from l2kit.testing.groups.base import Adapter
 from l2kit_nixl import pool_protocol as say
 from l2kit_nixl.pool_client import PoolLink, PoolTarget
-from l2kit_nixl.testing import PoolProcess
+from l2kit_nixl.testing import FilesUnderneath, PoolProcess
 
 
 @pytest.mark.slow
-class TestNixlPosix(AdapterConformance):
+class TestNixlPosix(FilesUnderneath, AdapterConformance):
     @pytest.fixture
     def adapter_url(self, tmp_path: Path) -> str:
         return f"nixl+posix://{tmp_path}/cache?max_bytes=1GiB"
-
-    def raw_read(self, adapter: Adapter, key: ObjectKey) -> bytes | None:
-        path = self._path(adapter, key)
-        return path.read_bytes() if path.exists() else None
-
-    def raw_write(self, adapter: Adapter, key: ObjectKey, data: bytes) -> None:
-        self._path(adapter, key).write_bytes(data)
-
-    def raw_unfinished(self, adapter: Adapter) -> list[str]:
-        return [str(path) for path in Path(adapter.config.path, "unfinished").iterdir()]
-
-    def _path(self, adapter: Adapter, key: ObjectKey) -> Path:
-        return Path(adapter._files._path(key))  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
